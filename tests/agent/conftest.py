@@ -9,16 +9,18 @@ import pytest
 import pytest_asyncio
 
 from tests.agent.support import AgentProcess, Coordinator, alive
+from tests.reserved_ports import reserved_ports
 
 StartAgent = Callable[..., AgentProcess]
 
 
 @pytest_asyncio.fixture
 async def coordinator() -> AsyncIterator[Coordinator]:
-    server = Coordinator()
-    await server.start()
-    yield server
-    await server.stop()
+    with reserved_ports(1) as (port,):
+        server = Coordinator(port=port)
+        await server.start()
+        yield server
+        await server.stop()
     assert not server.problems
 
 

@@ -31,7 +31,6 @@ from meshwright.protocol.messages import (
 )
 from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright.protocol.versions import VERSION_HEADER
-from meshwright_local.nodeagent.network.ports import free_port
 from tests.patience import patient
 from tests.runs import native_run
 
@@ -45,6 +44,8 @@ NO_TORCH = str(ROOT / "tests" / "no_torch")
 class Coordinator:
     """Holds what agents said and what they are to be told."""
 
+    port: int
+    """Reserved, because it may stop and start again."""
     document: MeshDocument | None = None
     hellos: dict[int, MeshRequest] = field(default_factory=dict)
     reports: list[WorkerReport] = field(default_factory=list)
@@ -59,7 +60,6 @@ class Coordinator:
     """Fields of a newer version, in every message."""
     forge: bool = False
     """Whether answers carry the signature of somebody who does not know the token."""
-    port: int = 0
     _runner: web.AppRunner | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     session: str = "session-1"
@@ -80,7 +80,6 @@ class Coordinator:
         app.add_routes([web.post(f"{base}/mesh", self._serve), web.post(f"{base}/report", self._serve)])
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        self.port = self.port or free_port()  # no connection gets it while the coordinator is stopped
         await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
 
     async def stop(self) -> None:

@@ -21,7 +21,7 @@ from meshwright_cli.demo import setup
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.resources import JOBS, NODES
 from meshwright_local.providers.existing import KubeconfigProvider
-from tests.e2e.local_stack import NAMESPACE, Stage, operators_kubeconfig, start_operator, tiny
+from tests.e2e.local_stack import NAMESPACE, Stage, operator_ports, operators_kubeconfig, start_operator, tiny
 from tests.patience import patient
 
 setup.READY_SECONDS = patient(setup.READY_SECONDS)
@@ -47,10 +47,10 @@ async def stage(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
             kubeconfig = await setup.start_cluster(programs, directory, setup.Shape(), provider)
         async with setup.connect(kubeconfig) as client:
             await setup.install_crd(client)
-            ports = setup.Ports()
             restricted = await operators_kubeconfig(client, directory)
-            operator = await start_operator(programs, directory, restricted, ports)
-            yield Stage(directory, kubeconfig, client, programs, operator, ports, restricted)
+            with operator_ports() as ports:
+                operator = await start_operator(programs, directory, restricted, ports)
+                yield Stage(directory, kubeconfig, client, programs, operator, ports, restricted)
 
 
 async def existing_cluster() -> Path:

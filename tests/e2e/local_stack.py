@@ -8,7 +8,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from meshwright_local.kube.kubeconfig import write_kubeconfig
 from meshwright_local.kube.resources import JOBS, PODS
 from tests.operator import role_rules
 from tests.patience import patient
+from tests.reserved_ports import reserved_ports
 
 NAMESPACE = "default"
 AGENT_IMAGE = "meshwright-agent:0.1.0"
@@ -252,6 +254,13 @@ async def operators_kubeconfig(client: ApiClient, directory: Path) -> Path:
     file = directory / "operator.kubeconfig"
     write_kubeconfig(file, replace(client.connection, token=token, client_pem=None))
     return file
+
+
+@contextmanager
+def operator_ports() -> Iterator[setup.Ports]:
+    """Ports that no other program gets while the operator is not running."""
+    with reserved_ports(2) as (coordinator, metrics):
+        yield setup.Ports(coordinator, metrics)
 
 
 async def start_operator(programs: Programs, directory: Path, kubeconfig: Path, ports: setup.Ports) -> Program:

@@ -25,7 +25,16 @@ from meshwright_cli.demo import setup
 from meshwright_local.kube.resources import EVENTS, JOBS, NODES, PODS, SECRETS, SERVICES
 from meshwright_worker.expected_digest import expected_digest
 from tests.e2e.elastic_faults import LEASE, Faults
-from tests.e2e.local_stack import NAMESPACE, Stage, eventually, merged, operators_kubeconfig, processes, tiny
+from tests.e2e.local_stack import (
+    NAMESPACE,
+    Stage,
+    eventually,
+    merged,
+    operator_ports,
+    operators_kubeconfig,
+    processes,
+    tiny,
+)
 from tests.e2e.rank_watch import RankWatch
 from tests.randomness import first_seed, runs
 
@@ -54,9 +63,10 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
         kubeconfig = await setup.start_cluster(programs, directory, shape)
         async with setup.connect(kubeconfig) as client:
             await setup.install_crd(client)
-            ports, restricted = setup.Ports(), await operators_kubeconfig(client, directory)
-            operator = await setup.start_operator(programs, directory, restricted, ports, LEASE)
-            yield Stage(directory, kubeconfig, client, programs, operator, ports, restricted)
+            restricted = await operators_kubeconfig(client, directory)
+            with operator_ports() as ports:
+                operator = await setup.start_operator(programs, directory, restricted, ports, LEASE)
+                yield Stage(directory, kubeconfig, client, programs, operator, ports, restricted)
 
 
 def in_memory(directory: Path) -> dict[str, Any]:

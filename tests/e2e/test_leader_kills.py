@@ -8,6 +8,7 @@ that is killed while a job trains.
 from __future__ import annotations
 
 import signal
+from contextlib import AsyncExitStack
 from datetime import datetime
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from meshwright_cli.child_processes import Program
 from meshwright_cli.demo import setup
 from meshwright_local.kube.resources import LEASES
-from tests.e2e.local_stack import NAMESPACE, Stage, endless, eventually
+from tests.e2e.local_stack import NAMESPACE, Stage, endless, eventually, operator_ports
 from tests.operator.balancer import service
 
 LEASE_SECONDS = 5
@@ -72,8 +73,10 @@ class Replicas:
 async def lose_leaders(stage: Stage, stops: int, kills: int, workers: int) -> list[float]:
     """Stop and kill the leader of a job this often. Return the seconds between leaders after kills."""
     await stage.kill_operator()
-    ports, gaps = [setup.Ports(), setup.Ports()], []
-    async with service([each.coordinator for each in ports], "https") as url:
+    gaps = []
+    async with AsyncExitStack() as stack:
+        ports = [stack.enter_context(operator_ports()) for _ in range(2)]
+        url = await stack.enter_async_context(service([each.coordinator for each in ports], "https"))
         replicas = Replicas(stage, url, ports)
         await replicas.start("a")
         await replicas.start("b")

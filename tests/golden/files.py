@@ -3,6 +3,7 @@
 `check("planner/plans.jsonl", cases)` compares a value with a committed file next to this module. The suffix decides the
 form: `.jsonl` holds a mapping, one line a case, so that a diff shows the cases that changed; `.json` holds one value;
 any other suffix holds text. With MESHWRIGHT_RECORD_GOLDENS=1 in the environment `check` writes the file instead.
+`check_sample` compares a few cases of a file that only a long test compares in full.
 """
 
 from __future__ import annotations
@@ -44,6 +45,26 @@ def check(path: str, value: Any) -> None:
     else:
         diff = difflib.unified_diff(expected.splitlines(), actual.splitlines(), "recorded", "now", "", "", 1, "")
         changes = list(diff) or ["only the ends of lines"]
+    _report(path, changes)
+
+
+def check_sample(path: str, cases: Mapping[str, Any]) -> None:
+    """Compare some cases of a `.jsonl` file that another test records. This never records them.
+
+    The file of a long test is compared rarely. Its sample fails as soon as the code changes what the file has and only
+    the files of other tests were recorded.
+
+    Raises:
+        AssertionError: a case differs or is not in the file.
+    """
+    if os.environ.get(RECORD) == "1":
+        return
+    recorded = decode(path, (ROOT / path).read_text(encoding="utf-8"))
+    now = decode(path, encode(path, cases))
+    _report(path, list(differences("", {case: recorded[case] for case in now if case in recorded}, now)))
+
+
+def _report(path: str, changes: list[str]) -> None:
     more = f"\n... and {len(changes) - MAX_SHOWN} more" if len(changes) > MAX_SHOWN else ""
     assert not changes, f"{path} differs in {len(changes)} places:\n" + "\n".join(changes[:MAX_SHOWN]) + more
 

@@ -72,6 +72,19 @@ def test_what_is_0_but_for_rounding_is_0(monkeypatch):
         files.check("a.json", 1e-9)
 
 
+def test_a_sample_is_compared_and_never_recorded(monkeypatch, directory):
+    record(monkeypatch, "a.jsonl", {"one": 1, "two": 2, "three": (3,)})
+    files.check_sample("a.jsonl", {"three": (3,), "one": 1})
+    with pytest.raises(AssertionError, match="two: was 2, is 3"):
+        files.check_sample("a.jsonl", {"two": 3})
+    with pytest.raises(AssertionError, match="four: new, is 4"):
+        files.check_sample("a.jsonl", {"four": 4})
+    before = (directory / "a.jsonl").read_bytes()
+    monkeypatch.setenv(files.RECORD, "1")
+    files.check_sample("a.jsonl", {"two": 3})
+    assert (directory / "a.jsonl").read_bytes() == before
+
+
 def test_a_change_of_text_is_shown_as_a_diff(monkeypatch):
     record(monkeypatch, "a.txt", "one\ntwo\n")
     with pytest.raises(AssertionError) as failed:

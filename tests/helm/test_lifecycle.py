@@ -13,9 +13,8 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,13 @@ from meshwright.api import conditions, labels
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_status
 from meshwright_cli import manifest
+from meshwright_cli.demo import setup
 from meshwright_cli.demo.observer import gauge
 from meshwright_local.cluster import ClusterShape, LocalCluster
 from meshwright_local.kube.client import ApiError
 from meshwright_local.kube.resources import CRDS, DEPLOYMENTS, JOBS, LEASES, NAMESPACES, PODS, Resource
 from meshwright_local.providers.envtest import EnvtestProvider
-from tests.e2e.local_stack import eventually, tiny
+from tests.e2e.local_stack import eventually, operator_ports, tiny
 
 ROOT = Path(__file__).parents[2]
 CHART, OLD_CHART = ROOT / "helm" / "meshwright", ROOT / "tests" / "compatibility" / "0.1.0" / "chart"
@@ -74,10 +74,11 @@ async def cluster(
             yield running
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def ports() -> Iterator[setup.Ports]:
+    """Ports of the operator, which each change of the release restarts."""
+    with operator_ports() as reserved:
+        yield reserved
 
 
 def recreating(chart: Path, directory: Path) -> Path:
@@ -94,16 +95,15 @@ def recreating(chart: Path, directory: Path) -> Path:
 class Release:
     """The release `mw` in the namespace `ops`, and the job that trains under it."""
 
-    def __init__(self, cluster: LocalCluster, directory: Path, policies: bool) -> None:
+    def __init__(self, cluster: LocalCluster, directory: Path, ports: setup.Ports, policies: bool) -> None:
         self.cluster = cluster
         self.old, self.new = recreating(OLD_CHART, directory), recreating(CHART, directory)
-        self.coordinator, self.metrics = free_port(), free_port()
         values = {
             "replicas": 1,
-            "metrics": {"port": self.metrics},
+            "metrics": {"port": ports.metrics},
             "coordinator": {
-                "port": self.coordinator,
-                "url": f"https://127.0.0.1:{self.coordinator}",
+                "port": ports.coordinator,
+                "url": f"https://127.0.0.1:{ports.coordinator}",
                 "tls": {"names": ["127.0.0.1"]},
             },
             "networkPolicy": {"enabled": True},
@@ -217,10 +217,10 @@ async def fields(cluster: LocalCluster) -> set[str]:
 
 
 async def test_a_job_trains_through_the_life_of_a_release(
-    cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest
+    cluster: LocalCluster, tmp_path: Path, ports: setup.Ports, request: pytest.FixtureRequest
 ) -> None:
     # The embedded server has no admission policies.
-    release = Release(cluster, tmp_path, policies=request.config.getoption("--cluster") == "assets")
+    release = Release(cluster, tmp_path, ports, policies=request.config.getoption("--cluster") == "assets")
     await cluster.client.create(NAMESPACES, {"metadata": {"name": NAMESPACE}})
     await release.helm("install", "mw", str(release.old), "-f", str(release.values))
     old_fields = await fields(cluster)

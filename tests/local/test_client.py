@@ -13,6 +13,7 @@ from meshwright_local.kube.reflector import ChangeType, Reflector
 from meshwright_local.kube.resources import CONFIG_MAPS, NAMESPACES
 from meshwright_local.providers.embedded import EmbeddedProvider
 from tests.patience import patient
+from tests.reserved_ports import reserved_ports
 
 
 def test_paths():
@@ -78,10 +79,15 @@ async def test_pages(tmp_path):
         assert listed.items[0]["kind"] == "ConfigMap"
 
 
-async def test_reflector_over_an_outage(tmp_path):
+@pytest.fixture
+def port():
+    with reserved_ports(1) as (port,):
+        yield port
+
+
+async def test_reflector_over_an_outage(tmp_path, port):
     changes = []
-    async with server(tmp_path) as connection:
-        port = int(connection.url.rpartition(":")[2])
+    async with server(tmp_path, port) as connection:
         client = ApiClient(connection)
         reflector = Reflector(client, CONFIG_MAPS, namespace="default")
         reflector.listeners.append(lambda change: changes.append((change.type, change.object["metadata"]["name"])))

@@ -16,11 +16,11 @@ import pytest
 import pytest_asyncio
 
 from meshwright_local.apiserver.rest.server import ApiServer
-from meshwright_local.nodeagent.network import ports
 from tests.operator import loop_watchdog, role_rules
 from tests.operator.agents import Kubelet
 from tests.operator.support import JOBS, ROOT, Api, OperatorThread, install, until, write_kubeconfig
 from tests.patience import patient
+from tests.reserved_ports import reserved_ports
 
 StartOperator = Callable[..., Awaitable[OperatorThread]]
 Settled = Callable[[str], Awaitable[dict[str, Any]]]
@@ -107,13 +107,15 @@ async def kubelet(api: Api, session: aiohttp.ClientSession) -> AsyncIterator[Kub
 
 
 @pytest.fixture
-def coordinator_port() -> int:
-    return ports.free_port()
+def coordinator_port() -> Iterator[int]:
+    with reserved_ports(1) as (port,):
+        yield port
 
 
 @pytest.fixture
-def free_port() -> int:
-    return ports.free_port()
+def metrics_port() -> Iterator[int]:
+    with reserved_ports(1) as (port,):
+        yield port
 
 
 @pytest_asyncio.fixture

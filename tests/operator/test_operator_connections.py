@@ -58,12 +58,12 @@ async def test_readiness_fails_while_watches_are_silent(
     behind: dict[str, Path],
     start_operator: StartOperator,
     session: aiohttp.ClientSession,
-    free_port: int,
+    metrics_port: int,
 ) -> None:
-    await start_operator(**behind, watch_idle_seconds=1.0, metrics_listen=Address("127.0.0.1", free_port))
+    await start_operator(**behind, watch_idle_seconds=1.0, metrics_listen=Address("127.0.0.1", metrics_port))
 
     async def readiness() -> tuple[int, str]:
-        async with session.get(f"http://127.0.0.1:{free_port}/readyz") as response:
+        async with session.get(f"http://127.0.0.1:{metrics_port}/readyz") as response:
             return response.status, await response.text()
 
     async def ready() -> bool:

@@ -107,7 +107,7 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
     session: aiohttp.ClientSession,
     tmp_path: Path,
     coordinator_port: int,
-    free_port: int,
+    metrics_port: int,
     namespaces: tuple[str, ...],
     optional: tuple[str, ...],
 ) -> None:
@@ -123,7 +123,7 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
         tmp_path,
         coordinator_port,
         namespaces=namespaces,
-        metrics_listen=Address("127.0.0.1", free_port),
+        metrics_listen=Address("127.0.0.1", metrics_port),
         tls="managed",
         key_file=None,
         job_network_policies=NetworkPolicyOptions() if optional else None,
@@ -131,7 +131,7 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
     await operator.start()
     try:
         await live(api, kubelet, proxy, "one-namespace" if namespaces else "cluster-wide")
-        async with session.get(f"http://127.0.0.1:{free_port}/metrics") as response:
+        async with session.get(f"http://127.0.0.1:{metrics_port}/metrics") as response:
             refused = [line for line in (await response.text()).splitlines() if '_total{code="403"' in line]
         assert refused == []
     finally:

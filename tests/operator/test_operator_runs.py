@@ -209,14 +209,14 @@ async def test_metrics_and_health_are_served(
     start_operator: StartOperator,
     settled: Settled,
     session: aiohttp.ClientSession,
-    free_port: int,
+    metrics_port: int,
 ) -> None:
     from meshwright_operator.settings import Address
 
-    await start_operator(metrics_listen=Address("127.0.0.1", free_port))
+    await start_operator(metrics_listen=Address("127.0.0.1", metrics_port))
     await api.create(JOBS, job("seen"))
     await settled("seen")
-    base = f"http://127.0.0.1:{free_port}"
+    base = f"http://127.0.0.1:{metrics_port}"
     for path in ("healthz", "readyz"):
         async with session.get(f"{base}/{path}") as response:
             assert response.status == 200

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from meshwright_local.nodeagent.network.ports import free_port
 from meshwright_operator.controller.http_server import serve_application
 from meshwright_operator.coordinator.leadership_gate import LeadershipGate
 from meshwright_operator.http.server import verify
@@ -28,8 +27,23 @@ from tests.operator.conftest import Settled, StartOperator
 from tests.operator.proxy import Proxy
 from tests.operator.support import JOBS, PODS, Api, OperatorThread, job, until, write_kubeconfig
 from tests.operator.test_credentials import Cluster
+from tests.reserved_ports import reserved_ports
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases/meshwright-operator"
+
+
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    """Ports of two coordinators."""
+    with reserved_ports(2) as found:
+        yield found
+
+
+@pytest.fixture
+def pages() -> Iterator[list[int]]:
+    """Ports of the metrics of two operators."""
+    with reserved_ports(2) as found:
+        yield found
 
 
 class SlowLists(Proxy):
@@ -63,25 +77,25 @@ async def test_a_replica_is_alive_but_not_ready_during_a_slow_first_listing_and_
     operators_token: str,
     tmp_path: Path,
     start_operator: StartOperator,
-    free_port: int,
+    metrics_port: int,
 ) -> None:
     async with SlowLists(api.url, session).serving() as proxy:
         assert isinstance(proxy, SlowLists)
         kubeconfig = write_kubeconfig(tmp_path / "slow", proxy.url, operators_token)
-        await start_operator(False, kubeconfig=kubeconfig, metrics_listen=Address("127.0.0.1", free_port))
+        await start_operator(False, kubeconfig=kubeconfig, metrics_listen=Address("127.0.0.1", metrics_port))
 
         async def lists() -> bool:
             return proxy.waiting > 0
 
         async def ready() -> bool:
-            return (await page(session, free_port, "readyz"))[0] == 200
+            return (await page(session, metrics_port, "readyz"))[0] == 200
 
         async def leads() -> bool:
-            return "ptj_leader 1.0" in (await page(session, free_port, "metrics"))[1]
+            return "ptj_leader 1.0" in (await page(session, metrics_port, "metrics"))[1]
 
         await until(lists, "it lists", 60)
-        assert (await page(session, free_port, "healthz"))[0] == 200, "a slow API server is no reason to restart"
-        assert (await page(session, free_port, "readyz"))[0] == 503
+        assert (await page(session, metrics_port, "healthz"))[0] == 200, "a slow API server is no reason to restart"
+        assert (await page(session, metrics_port, "readyz"))[0] == 503
         assert await holder(api) == "", "its cache is empty"
         proxy.lists.set()
         await until(leads, "it leads", 60)
@@ -90,12 +104,17 @@ async def test_a_replica_is_alive_but_not_ready_during_a_slow_first_listing_and_
 
 
 async def test_a_replica_that_has_not_listed_leaves_the_lease_to_one_that_has(
-    api: Api, session: aiohttp.ClientSession, operators_token: str, tmp_path: Path, start_operator: StartOperator
+    api: Api,
+    session: aiohttp.ClientSession,
+    operators_token: str,
+    tmp_path: Path,
+    start_operator: StartOperator,
+    ports: list[int],
 ) -> None:
     async with SlowLists(api.url, session).serving() as proxy:
         assert isinstance(proxy, SlowLists)
         slow = write_kubeconfig(tmp_path / "slow", proxy.url, operators_token)
-        cold = await OperatorThread(slow, tmp_path, free_port(), identity="cold").start(wait=False)
+        cold = await OperatorThread(slow, tmp_path, ports[0], identity="cold").start(wait=False)
 
         async def lists() -> bool:
             return proxy.waiting > 0
@@ -237,10 +256,16 @@ async def holder(api: Api) -> str:
 
 @pytest.mark.slow
 async def test_one_of_two_replicas_leads_and_the_other_takes_over(
-    api: Api, kubelet: Kubelet, session: aiohttp.ClientSession, operators_token: str, tmp_path: Path, settled: Settled
+    api: Api,
+    kubelet: Kubelet,
+    session: aiohttp.ClientSession,
+    operators_token: str,
+    tmp_path: Path,
+    settled: Settled,
+    ports: list[int],
+    pages: list[int],
 ) -> None:
     kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, operators_token)
-    ports, pages = [free_port(), free_port()], [free_port(), free_port()]
 
     async def get(number: int, page: str) -> tuple[int, str]:
         async with session.get(f"http://127.0.0.1:{pages[number]}/{page}") as response:
@@ -286,10 +311,9 @@ async def test_one_of_two_replicas_leads_and_the_other_takes_over(
 
 @pytest.mark.slow
 async def test_a_planned_hand_over_cuts_no_poll_and_restarts_no_worker(
-    api: Api, kubelet: Kubelet, operators_token: str, tmp_path: Path, settled: Settled
+    api: Api, kubelet: Kubelet, operators_token: str, tmp_path: Path, settled: Settled, ports: list[int]
 ) -> None:
     kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, operators_token)
-    ports = [free_port(), free_port()]
 
     async with service(ports, "https") as url:
 

@@ -7,8 +7,9 @@ import gzip
 import hashlib
 import importlib
 import json
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from click.testing import CliRunner
 
 from meshwright_cli.main import main
 from meshwright_operator.settings import Address, parse
-from tests.golden.files import check
+from tests.golden.files import RECORD, ROOT, check, check_sample
 from tests.golden.planner.clusters import CLUSTERS
 from tests.golden.planner.jobs import job
 
@@ -303,10 +304,27 @@ def _split(value: Any, sentences: list[Any]) -> Any:
 
 @pytest.mark.long
 def test_plan() -> None:
+    found, texts, shown = _plans(PLANS)
+    check("cli/plan.jsonl", found)
+    check("cli/plan-text.jsonl", texts)
+    check("cli/plan.txt", "\n".join(shown))
+
+
+def test_a_sample_of_the_plans() -> None:
+    found, texts, shown = _plans(["full"])
+    check_sample("cli/plan.jsonl", found)
+    check_sample("cli/plan-text.jsonl", texts)
+    recorded = (ROOT / "cli" / "plan.txt").read_text(encoding="utf-8")
+    assert os.environ.get(RECORD) == "1" or shown[0] in recorded
+
+
+def _plans(names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """What `meshwright plan` decides, its sentences, and the text that it prints, for these `PLANS`."""
     found: dict[str, Any] = {}
     texts: dict[str, Any] = {}
     shown = []
-    for name, (jobs, cluster, flags) in PLANS.items():
+    for name in names:
+        jobs, cluster, flags = PLANS[name]
         documents = jobs if isinstance(jobs, list) else [jobs]
         Path("job.yaml").write_text(yaml.safe_dump_all(documents))
         words: tuple[str, ...] = ("-f", "job.yaml", *flags)
@@ -318,9 +336,7 @@ def test_plan() -> None:
         texts[name] = []
         found[name] = {"exit": code, "json": _split(document, texts[name])}
         shown.append(f"# {name}\n$ meshwright plan {' '.join(words)}\n{text}")
-    check("cli/plan.jsonl", found)
-    check("cli/plan-text.jsonl", texts)
-    check("cli/plan.txt", "\n".join(shown))
+    return found, texts, shown
 
 
 def test_plans_of_the_examples() -> None:

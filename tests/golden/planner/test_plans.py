@@ -14,13 +14,21 @@ import pytest
 from click.testing import CliRunner
 
 from meshwright_cli.main import main
-from tests.golden.files import SAME_FLOAT, check
+from tests.golden.files import SAME_FLOAT, check, check_sample
 from tests.golden.planner.clusters import CLUSTERS
 from tests.golden.planner.jobs import Case, cases, often
 from tests.golden.planner.records import refusal
 from tests.tiers import mostly_long
 
 CASES = cases()
+SAMPLE = (
+    "parallelism CP 4 TP 2",
+    "placed workers of 1: h100 racks",
+    "preset gpt2-large 0: t4",
+    "refused preset that is not built",
+    "refused workers of 16",
+)
+"""Long cases that take little time."""
 
 
 def run(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -114,6 +122,13 @@ def test_plans(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     found = {name: run(case) for name, case in chosen.items()}
     check(f"planner/{tier}.jsonl", {name: one for name, (one, _) in found.items()})
     check(f"planner/{tier}-text.jsonl", {name: text for name, (_, text) in found.items()})
+
+
+def test_a_sample_of_the_long_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = {name: run(CASES[name]) for name in SAMPLE}
+    check_sample("planner/plans-long.jsonl", {name: one for name, (one, _) in found.items()})
+    check_sample("planner/plans-long-text.jsonl", {name: text for name, (_, text) in found.items()})
 
 
 def test_there_are_at_least_300() -> None:

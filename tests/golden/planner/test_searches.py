@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from meshwright.planner.search.best_first import search
 from meshwright.planner.search.explain import reasons
 from meshwright.planner.search.request import ALL_TECHNIQUES, MESHWRIGHT_TECHNIQUES, Objective, Pins
 from meshwright.planner.search.spec_request import apply_strategy, search_request
-from tests.golden.files import check
+from tests.golden.files import check, check_sample
 from tests.golden.planner.clusters import Draws
 from tests.golden.planner.jobs import OBJECTIVES, job
 from tests.golden.planner.records import attempt, found_record, inventory_of, spec_of
@@ -45,6 +46,8 @@ PINNED: dict[str, tuple[Any, ...]] = {
     "recompute": ("None", "Selective", "Full", "Sqrt"),
     "sequence": (True, False),
 }
+SAMPLE = (37, 42, 58, 67, 99, 101, 111, 128, 136, 154, 166, 182, 185, 192, 208)
+"""Searches of the long tier that take little time and together have many different messages."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,16 @@ def _pins(pins: dict[str, Any]) -> Pins:
 @pytest.mark.parametrize("tier", mostly_long(["searches", "searches-long"], lambda _: False))
 def test_searches(tier: str) -> None:
     numbers = range(20) if tier == "searches" else range(20, 240)
-    results = {asked.name: attempt(lambda asked=asked: found(asked)) for asked in map(drawn, numbers)}
+    results = searched(numbers)
     check(f"planner/{tier}.jsonl", {name: one for name, (one, _) in results.items()})
     check(f"planner/{tier}-text.jsonl", {name: text for name, (_, text) in results.items()})
+
+
+def test_a_sample_of_the_searches() -> None:
+    results = searched(SAMPLE)
+    check_sample("planner/searches-long.jsonl", {name: one for name, (one, _) in results.items()})
+    check_sample("planner/searches-long-text.jsonl", {name: text for name, (_, text) in results.items()})
+
+
+def searched(numbers: Iterable[int]) -> dict[str, tuple[Any, Any]]:
+    return {asked.name: attempt(lambda asked=asked: found(asked)) for asked in map(drawn, numbers)}

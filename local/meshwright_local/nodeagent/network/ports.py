@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import socket
 from pathlib import Path
@@ -13,15 +12,25 @@ _LINUX_FIRST_PORT = 32_768
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a TCP port of an address (empty for all) that no process listens on now.
+    """Return a TCP port of an address (empty for all) that no process has bound now.
 
     It is below those that the kernel gives to outgoing connections: one of these could take it before it is used. And a
     client that connects again and again before a server listens could be connected to itself.
     """
+    with bind_free_port(address) as probe:
+        return int(probe.getsockname()[1])
+
+
+def bind_free_port(address: str) -> socket.socket:
+    """Return a socket that is bound to a free port of an address, as `free_port` chooses it, and does not listen."""
     for port in random.SystemRandom().sample(range(_FIRST_PORT, _first_port_of_connections()), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((address, port))
-            return port
+        candidate = socket.socket()
+        try:
+            candidate.bind((address, port))
+        except OSError:
+            candidate.close()
+            continue
+        return candidate
     raise OSError(f"no port of {address or 'this machine'} is free below those of connections")
 
 
