@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from meshwright.devices.claims import CHANNEL_CLASS
 from meshwright_operator.kube.paths import DEVICES
-from tests.operator.support import JOBS
 from tests.operator.test_claims import TEMPLATES, device_class, put, template
 from tests.operator.test_devices import resource_slice
-from tests.operator.test_elastic import FOREVER, grouped, label, pods
+from tests.operator.test_elastic import FOREVER, edit, grouped, label, pods
 from tests.operator.world import World
 
 CLIQUE, ACCELERATOR = "nvidia.com/gpu.clique", "network.topology.nvidia.com/accelerator"
@@ -77,9 +76,7 @@ async def test_an_elastic_job_that_an_earlier_version_placed_grows_and_resumes_i
     make_clique(world)
     for field, value, replicas in (("replicas", 1, 1), ("replicas", 3, 3), ("suspend", True, 3), ("suspend", False, 3)):
         before = world.status("job")["mesh"]["generation"]
-        path = f"{JOBS}/job"
-        world.cluster.objects[path]["spec"][field] = value
-        world.cluster.update(path, world.cluster.objects[path])
+        edit(world, "job", **{field: value})
         await world.run(120)
         assert world.status("job")["replicas"] == replicas, world.condition("job", "Ready")
         assert world.status("job")["mesh"]["generation"] == before + (value is not True)

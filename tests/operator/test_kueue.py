@@ -26,6 +26,7 @@ from meshwright_operator.timestamps import format_time
 from tests.operator.builders import NOW, observed, spec
 from tests.operator.memory import MemoryCluster
 from tests.operator.support import JOBS, node
+from tests.operator.test_elastic import edit
 from tests.operator.test_gang_races import small
 from tests.operator.world import Operator, World
 
@@ -222,17 +223,14 @@ async def test_a_suspended_job_deactivates_its_workload_and_what_others_deactiva
     await found.run(3)
     found.admit("rests", 2)
     await found.run(10)
-    path = f"{JOBS}/rests"
-    found.cluster.objects[path]["spec"]["suspend"] = True
-    found.cluster.update(path, found.cluster.objects[path])
+    edit(found, "rests", suspend=True)
     await found.run(5)
     assert found.workload("rests")["spec"]["active"] is False
     found.evict("rests", "Deactivated")
     await found.run(10)
     assert not state.is_reserved(found.workload("rests"))
     assert state.condition(found.workload("rests"), "Requeued")["status"] == "False"
-    found.cluster.objects[path]["spec"]["suspend"] = False
-    found.cluster.update(path, found.cluster.objects[path])
+    edit(found, "rests", suspend=False)
     await found.run(5)
     assert found.workload("rests")["spec"]["active"] is True
 
@@ -249,19 +247,14 @@ async def test_a_job_of_another_size_gives_its_quota_back_and_asks_anew() -> Non
     found.submit(queued("edited", 2))
     await found.run(3)
     first = found.workload("edited")["metadata"]["uid"]
-    path = f"{JOBS}/edited"
-    found.cluster.objects[path]["spec"]["replicas"] = 3
-    found.cluster.objects[path]["metadata"]["generation"] = 2
-    found.cluster.update(path, found.cluster.objects[path])
+    edit(found, "edited", replicas=3)
     await found.run(3)
     assert found.workload("edited")["spec"]["podSets"][0]["count"] == 3
     assert found.workload("edited")["metadata"]["uid"] == first, "without quota, it is changed"
     found.admit("edited", 3)
     await found.run(20)
     assert found.true("edited", "Ready")
-    found.cluster.objects[path]["spec"]["replicas"] = 4
-    found.cluster.objects[path]["metadata"]["generation"] = 3
-    found.cluster.update(path, found.cluster.objects[path])
+    edit(found, "edited", replicas=4)
     await found.run(60)
     assert not found.pods()
     made = found.workload("edited")
@@ -284,9 +277,7 @@ async def test_an_elastic_job_runs_with_the_workers_that_were_admitted() -> None
     await found.run(400, 2)
     assert found.true("part", "Ready")
     assert found.status("part")["replicas"] == 2, "nodes for more are free, and no quota"
-    path = f"{JOBS}/part"
-    found.cluster.objects[path]["spec"]["replicas"] = 1
-    found.cluster.update(path, found.cluster.objects[path])
+    edit(found, "part", replicas=1)
     await found.run(60)
     assert found.status("part")["replicas"] == 1
     assert found.workload("part")["status"]["reclaimablePods"] == [{"name": "workers", "count": 1}]
