@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 from meshwright.api import labels
@@ -50,7 +52,7 @@ def custom_resource_definition() -> dict[str, Any]:
                     "name": labels.VERSION,
                     "served": True,
                     "storage": True,
-                    "schema": {"openAPIV3Schema": _root_schema()},
+                    "schema": {"openAPIV3Schema": copy.deepcopy(_root_schema())},
                     "subresources": {
                         "status": {},
                         "scale": {
@@ -67,6 +69,7 @@ def custom_resource_definition() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _root_schema() -> Schema:
     spec = structural_schema(ParallelTrainingJobSpec)
     spec["properties"]["parallelism"]["properties"]["schedule"]["enum"] = [kind.order.value for kind in registered()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -72,6 +73,23 @@ def test_each_version_of_each_object_is_parsed_once(monkeypatch: pytest.MonkeyPa
     assert jobs.spec(stored(2, replicas=3)).replicas == 3
     assert jobs.spec(stored(2, "u2", replicas=4)).replicas == 4
     assert jobs.spec({**job("one", replicas=5)}).replicas == 5, "an object without a version is not known again"
+
+
+@pytest.mark.parametrize("replicas", [2, "many"])
+def test_a_spec_is_parsed_once_for_each_generation(monkeypatch: pytest.MonkeyPatch, replicas: object) -> None:
+    jobs, parsed = ParsedJobs(), count_parsing(monkeypatch)
+
+    def replicas_of(version: int, generation: int, replicas: object) -> object:
+        body = stored(version, replicas=replicas)
+        body["metadata"]["generation"] = generation
+        with contextlib.suppress(InvalidSpecError):
+            return jobs.spec(body).replicas
+        return "many"
+
+    assert [replicas_of(version, 1, replicas) for version in (1, 2, 3)] == [replicas] * 3
+    assert parsed == ["ParallelTrainingJobSpec"], "only the status changed"
+    assert replicas_of(4, 2, 3) == 3, "an edit is a new generation"
+    assert replicas_of(3, 1, replicas) == replicas, "an older version is not taken for the newer one"
 
 
 def test_an_invalid_spec_is_parsed_once_and_rejected_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from fractions import Fraction
 
@@ -24,8 +25,17 @@ def parse_quantity(value: object) -> Fraction:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return Fraction(value)
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) and len(value) <= 64 else None
-    if match is None:
+    number = _parsed(value) if isinstance(value, str) and len(value) <= 64 else None
+    if number is None:
         raise ValueError(f"{value!r} is not a Kubernetes quantity")
+    return number
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> Fraction | None:
+    """Nodes and pods of a cluster state few different quantities, each thousands of times."""
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        return None
     number, exponent, suffix = match.groups()
     return Fraction(number + (exponent or "")) * _SCALE[suffix or ""]

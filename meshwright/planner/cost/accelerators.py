@@ -6,6 +6,7 @@ Rates are dense (no sparsity). Bandwidths are per GPU and direction. Sources: ve
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -155,6 +156,7 @@ _PRODUCT_WORDS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
+@functools.lru_cache(maxsize=1024)
 def accelerator(product: str) -> Accelerator | None:
     """Return the GPU of a product label or a report. None if it is unknown, or a slice of a GPU (MIG)."""
     exact = ACCELERATORS.get(product)
