@@ -31,7 +31,7 @@ AT_ONCE = 4
 """Jobs of two workers each on four nodes that take one worker each: half of them wait for room."""
 
 # One line at the begin and one at the end; a rank that is killed writes no end. `fails` ends with an error in the
-# first generation, `hopeless` in every one.
+# first generation, `hopeless` in every one, but not before all four ranks have begun: that would end them unseen.
 RANK = """
 import os, signal, sys, time
 path, kind, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
@@ -42,8 +42,11 @@ def note(word):
 signal.signal(signal.SIGTERM, lambda *_: (note("end"), os._exit(143)))
 note("begin")
 time.sleep(seconds)
+fails = rank == "0" and (kind == "hopeless" or kind == "fails" and generation == "1")
+while fails and sum(line.startswith("begin") and line.split()[2] == generation for line in open(path)) < 4:
+    time.sleep(0.05)
 note("end")
-sys.exit(3 if rank == "0" and (kind == "hopeless" or kind == "fails" and generation == "1") else 0)
+sys.exit(3 if fails else 0)
 """
 CLAIM = "journals"
 MOUNT = "/journals"

@@ -82,13 +82,16 @@ async def _ready(api: Api, process: asyncio.subprocess.Process) -> None:
 
 async def _install(api: Api, config: Path, port: int, certificates: dict[str, bytes]) -> None:
     ca = base64.b64encode(certificates["ca.crt"]).decode()
+    converted = _converted(config / "crd")
     for path in sorted((config / "crd" / "bases").glob("*.yaml")):
         definition = yaml.safe_load(path.read_text())
+        name = definition["metadata"]["name"]
         client = {"url": f"https://127.0.0.1:{port}/convert", "caBundle": ca}
         webhook = {"clientConfig": client, "conversionReviewVersions": ["v1"]}
-        definition["spec"]["conversion"] = {"strategy": "Webhook", "webhook": webhook}
+        conversion = {"strategy": "Webhook", "webhook": webhook} if name in converted else {"strategy": "None"}
+        definition["spec"]["conversion"] = conversion
         await api.call("POST", CRDS, definition, ok=False)
-        await api.patch(f"{CRDS}/{definition['metadata']['name']}", {"spec": {"conversion": {"webhook": webhook}}})
+        await api.patch(f"{CRDS}/{name}", {"spec": {"conversion": conversion}})
     await api.call("POST", "/api/v1/namespaces", {"metadata": {"name": SYSTEM}}, ok=False)
     data = {name: base64.b64encode(content).decode() for name, content in certificates.items()}
     secret = {"metadata": {"name": "kueue-webhook-server-cert"}, "data": data}
@@ -103,6 +106,13 @@ async def _install(api: Api, config: Path, port: int, certificates: dict[str, by
         return sum((one["type"], one["status"]) == ("Established", "True") for one in conditions) == len(found)
 
     await until(served, "the CRDs of Kueue are served", 60)
+
+
+def _converted(directory: Path) -> set[str]:
+    """The CRDs that Kueue converts between versions: those with such a patch in the kustomization of this directory."""
+    patches = yaml.safe_load((directory / "kustomization.yaml").read_text())["patches"]
+    bodies = [yaml.safe_load((directory / patch["path"]).read_text()) for patch in patches]
+    return {body["metadata"]["name"] for body in bodies if "conversion" in body["spec"]}
 
 
 def _webhooks(config: Path, port: int, ca: str) -> Iterator[tuple[str, KubeObject]]:
