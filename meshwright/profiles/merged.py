@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwright.api.labels import METRICS_PORT
+from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.pod_resources import Resources, pod_request
 from meshwright.planner.plan import Plan
@@ -72,12 +73,12 @@ def extra_request(spec: ParallelTrainingJobSpec, request: Resources, profile: Pr
         "memory": request.memory_bytes,
         **dict(request.others),
     }
-    containers = [
-        *({"resources": container_resources(one)} for one in profile.init_containers),
-        *({"resources": container_resources(one), "restartPolicy": "Always"} for one in profile.sidecars),
-    ]
     container = {"resources": {"requests": worker}, "ports": [{"containerPort": METRICS_PORT}]}
-    pod = {"containers": [container], "initContainers": containers, "hostNetwork": profile.host_network}
+    pod = {
+        "containers": [container],
+        "initContainers": requesting_containers(profile),
+        "hostNetwork": profile.host_network,
+    }
     return pod_request({"spec": pod}, resource) - request
 
 
@@ -95,6 +96,15 @@ def with_extra_request(
     extra = extra_request(spec, plan.worker_request, profile) if profile is not None else Resources()
     extra += Resources(others=tuple((k, v) for k, v in devices.items() if k != spec.workers.gpu_resource))
     return replace(plan, worker_request=plan.worker_request + extra) if extra != Resources() else plan
+
+
+def requesting_containers(profile: Profile) -> list[KubeObject]:
+    """The init containers and sidecars of a profile's pods, with what they request. Kubernetes starts both in order."""
+    sidecar = {"restartPolicy": "Always"}
+    return [
+        *({"name": one.name, "resources": container_resources(one)} for one in profile.init_containers),
+        *({"name": one.name, "resources": container_resources(one), **sidecar} for one in profile.sidecars),
+    ]
 
 
 def container_resources(container: ProfileContainer) -> dict[str, dict[str, str]]:

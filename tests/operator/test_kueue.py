@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -12,6 +14,7 @@ from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 from meshwright.api.workers import Toleration
 from meshwright.planner.cluster.inventory import Inventory
+from meshwright.profiles.document import parse_profiles
 from meshwright_operator.decide.admission import Admission, Domain
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError
@@ -19,7 +22,7 @@ from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.queues import workload_state as state
 from meshwright_operator.queues.kueue import Kueue
 from meshwright_operator.queues.kueue_watch import KueueState, KueueWatch
-from meshwright_operator.queues.workload_manifest import Demand, Priority, workload, workload_name
+from meshwright_operator.queues.workload_manifest import DIGEST, Demand, Priority, workload, workload_name
 from meshwright_operator.scheduling.assigned_domains import NOT_ASSIGNED, within_domains
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.timestamps import format_time
@@ -265,6 +268,98 @@ async def test_a_job_of_another_size_gives_its_quota_back_and_asks_anew() -> Non
     await found.run(30)
     assert found.true("edited", "Ready")
     assert found.status("edited")["replicas"] == 4
+
+
+DAEMON = """
+net:
+  namespaces: [default]
+  runtimeClassName: kata
+  initContainers: [{name: setup, image: i}]
+  sidecars: [{name: daemon, image: i, cpu: "2", memory: 1Gi}]
+"""
+
+
+def with_daemon(name: str, workers: int, **fields: Any) -> KubeObject:
+    body = queued(name, workers, **fields)
+    body["spec"]["workers"] |= {"profile": "net"}
+    return body
+
+
+def ask_as_version_0_1(found: QueueWorld, name: str) -> str:
+    """Change the Workload to what version 0.1 made, which left out what a profile adds. Return its digest."""
+    made = found.workload(name)
+    (pod_set,) = made["spec"]["podSets"]
+    for field in ("initContainers", "runtimeClassName"):
+        del pod_set["template"]["spec"][field]
+    one_size = {field: value for field, value in pod_set.items() if field not in ("count", "minCount")}
+    texts = (json.dumps(["team", None, one], sort_keys=True, separators=(",", ":")) for one in (pod_set, one_size))
+    digest = ".".join(hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
+    made["metadata"]["annotations"][DIGEST] = digest
+    found.watch.put(found.cluster.update(f"{WORKLOADS}/{made['metadata']['name']}", made))
+    return digest
+
+
+async def test_quota_is_asked_for_what_the_containers_of_a_profile_request() -> None:
+    found = world()
+    found.operators[0].profiles.use(parse_profiles(DAEMON))
+    found.submit(with_daemon("job", 2))
+    await found.run(3)
+    (pod_set,) = found.workload("job")["spec"]["podSets"]
+    pod = pod_set["template"]["spec"]
+    asked = {"cpu": "2", "memory": "1Gi"}
+    assert pod["initContainers"] == [
+        {"name": "setup", "resources": {}},
+        {"name": "daemon", "resources": {"requests": asked, "limits": asked}, "restartPolicy": "Always"},
+    ]
+    assert pod["runtimeClassName"] == "kata"
+    found.admit("job", 2)
+    await found.run(20)
+    assert found.true("job", "Ready")
+    assert found.status("job")["mesh"]["generation"] == 1
+
+
+@pytest.mark.parametrize("elastic", [None, {"minReplicas": 1}])
+async def test_a_job_that_runs_keeps_the_quota_of_an_earlier_version(
+    elastic: dict[str, int] | None,
+) -> None:
+    found = world()
+    found.operators[0].profiles.use(parse_profiles(DAEMON))
+    found.submit(with_daemon("job", 2, elastic=elastic))
+    await found.run(3)
+    found.admit("job", 2)
+    await found.run(20)
+    assert found.true("job", "Ready")
+    digest = ask_as_version_0_1(found, "job")
+    if elastic:
+        edit(found, "job", replicas=1)
+    await found.run(60)
+    assert found.true("job", "Ready")
+    assert len(found.pods("job")) == (1 if elastic else 2)
+    assert state.is_reserved(found.workload("job"))
+    assert found.workload("job")["metadata"]["annotations"][DIGEST] == digest, "nothing else is asked for"
+    found.evict("job")
+    await found.run(60)
+    assert not state.is_reserved(found.workload("job"))
+    assert found.workload("job")["metadata"]["annotations"][DIGEST] != digest
+    assert "initContainers" in found.workload("job")["spec"]["podSets"][0]["template"]["spec"]
+
+
+async def test_a_job_that_gets_a_profile_asks_for_its_containers_too() -> None:
+    found = world()
+    found.operators[0].profiles.use(parse_profiles(DAEMON))
+    found.submit(queued("job", 2))
+    await found.run(3)
+    found.admit("job", 2)
+    await found.run(20)
+    assert found.true("job", "Ready")
+    edit(found, "job", workers={**found.cluster.objects[f"{JOBS}/job"]["spec"]["workers"], "profile": "net"})
+    await found.run(60)
+    assert not found.pods()
+    assert found.condition("job", "Ready")["reason"] == "WaitingForQuota"
+    assert "initContainers" in found.workload("job")["spec"]["podSets"][0]["template"]["spec"]
+    found.admit("job", 2)
+    await found.run(30)
+    assert found.true("job", "Ready")
 
 
 async def test_an_elastic_job_runs_with_the_workers_that_were_admitted() -> None:

@@ -112,7 +112,7 @@ class Kueue:
             return replace(observed, admission=Admission(admitted=False, message=taken)) if taken else observed
         if found["metadata"].get("deletionTimestamp"):
             return observed
-        if not _covers(found, demand) or state.is_true(found, state.FINISHED):
+        if not _covers(found, demand, observed) or state.is_true(found, state.FINISHED):
             return await self._renew(job, observed, found, demand)
         await self._update(job, observed, found)
         return observed
@@ -355,16 +355,23 @@ def demand_of(job: KubeObject, observed: Observed) -> Demand:
         workers = -(-sizing.wanted(observed) * per_replica // per_worker)
         least = max(1, -(-sizing.elastic_of(observed).min_replicas * per_replica // per_worker))
     spec = observed.elastic or observed.spec
-    return Demand(queue_of(job), workers, least, per_replica, spec, _max_seconds(job))
+    profile = observed.profile.profile if observed.profile is not None else None
+    return Demand(queue_of(job), workers, least, per_replica, spec, _max_seconds(job), profile)
 
 
-def _covers(found: KubeObject, demand: Demand) -> bool:
+def _covers(found: KubeObject, demand: Demand, observed: Observed) -> bool:
     """Whether the Workload asks for what the job needs. Fewer workers of an elastic job need no other quota."""
     digest, _, shape = str((found["metadata"].get("annotations") or {}).get(DIGEST, "")).partition(".")
-    if digest == demand.digest:
+    reserved, applied = state.is_reserved(found), observed.profile
+    demands = [demand]
+    if reserved and applied is not None and applied.record == observed.status.applied_profile:
+        # Version 0.1 did not ask for what the containers of a profile request. A job that runs keeps its quota.
+        demands.append(replace(demand, profile=None))
+    if any(digest == one.digest for one in demands):
         return True
     count = int(state.pod_set_of(found).get("count") or 0)
-    return demand.least is not None and state.is_reserved(found) and shape == demand.shape and demand.workers <= count
+    same_pods = reserved and any(shape == one.shape for one in demands)
+    return demand.least is not None and same_pods and demand.workers <= count
 
 
 def _shortage(found: KubeObject, demand: Demand) -> str:

@@ -15,6 +15,8 @@ from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.pod_resources import worker_requests
+from meshwright.profiles.merged import requesting_containers
+from meshwright.profiles.profile import Profile
 from meshwright_operator.manifests.owned_objects import job_labels, owner_reference
 
 GROUP = "kueue.x-k8s.io"
@@ -48,6 +50,8 @@ class Demand:
     gpus_per_replica: int
     spec: ParallelTrainingJobSpec
     max_seconds: int | None = None
+    profile: Profile | None = None
+    """The profile of the pods, whose containers request something too."""
 
     @property
     def pod_set(self) -> KubeObject:
@@ -59,7 +63,7 @@ class Demand:
             "count": self.workers,
             **least,
             **({"topologyRequest": topology} if topology else {}),
-            "template": _template(self.spec),
+            "template": _template(self.spec, self.profile),
         }
 
     @property
@@ -139,8 +143,14 @@ def workload_name(name: str, uid: str) -> str:
     return f"ptj-{name}"[: NAME_LENGTH - len(suffix)].rstrip("-.") + suffix
 
 
-def _template(spec: ParallelTrainingJobSpec) -> KubeObject:
+def _template(spec: ParallelTrainingJobSpec, profile: Profile | None) -> KubeObject:
     """As much of a worker pod as Kueue reads: what it requests, and what it requires of nodes."""
+    beside: KubeObject = {}
+    if profile is not None and profile.containers:
+        beside["initContainers"] = requesting_containers(profile)
+    if profile is not None and profile.runtime_class_name:
+        # Kueue adds what the class itself takes (its overhead).
+        beside["runtimeClassName"] = profile.runtime_class_name
     workers, requests = spec.workers, worker_requests(spec.workers)
     container = {
         "name": labels.WORKER_CONTAINER,
@@ -153,6 +163,7 @@ def _template(spec: ParallelTrainingJobSpec) -> KubeObject:
         "spec": {
             "restartPolicy": "Never",
             "containers": [container],
+            **beside,
             "nodeSelector": dict(workers.node_selector),
             "tolerations": [toleration.wire() for toleration in workers.tolerations],
             **priority,
