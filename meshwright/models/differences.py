@@ -21,7 +21,7 @@ def differing_fields(
     """
     found = []
     for name, value in there.items():
-        other, field = here[name], prefix + to_camel(name)
+        other, field = here[name], prefix + ".".join(map(to_camel, name.split(".")))
         if isinstance(value, Mapping) and isinstance(other, Mapping) and value.keys() == other.keys():
             found += differing_fields(value, other, where, f"{field}.")
         elif value != other:

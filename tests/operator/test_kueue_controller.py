@@ -39,6 +39,11 @@ pytestmark = [
 WAIT_SECONDS = float(os.environ.get("KUEUE_WAIT_SECONDS", "20"))
 """How long a job waits for its quota."""
 CLAIM = {"claimName": "checkpoints"}
+PROFILES = """
+daemon:
+  namespaces: [default]
+  sidecars: [{name: daemon, image: daemon:1, cpu: "2", memory: 1Gi}]
+"""
 RACK, HOST = "example.com/rack", "kubernetes.io/hostname"
 
 
@@ -86,7 +91,9 @@ async def operator(
         await queues.call("POST", path, body, ok=False)
     path, body = role_rules.token_request()
     token = (await queues.create(path, body))["status"]["token"]
-    await start_operator(kubeconfig=write_kubeconfig(tmp_path / "queues", queues.url, token))
+    profiles = tmp_path / "profiles.yaml"
+    profiles.write_text(PROFILES)
+    await start_operator(kubeconfig=write_kubeconfig(tmp_path / "queues", queues.url, token), profiles_file=profiles)
     return kubelet
 
 
@@ -174,6 +181,22 @@ async def test_a_job_is_admitted_and_another_one_waits_until_there_is_quota(
     status = await settled("second")
     waited = (datetime.now(UTC) - began).total_seconds()
     assert WAIT_SECONDS - 2 < seconds_queued(status) < waited + 5
+
+
+async def test_quota_counts_what_the_sidecars_of_a_profile_request(
+    operator: Kubelet, queues: Api, settled: Settled
+) -> None:
+    quota = {"nvidia.com/gpu": "8", "cpu": "7", "memory": "16Gi"}
+    resources = [{"name": name, "nominalQuota": value} for name, value in quota.items()]
+    group = {"coveredResources": list(quota), "flavors": [{"name": "default", "resources": resources}]}
+    await queue(queues, "team", {"default": 8}, resourceGroups=[group])
+    workers = {"image": "i", "gpusPerWorker": 2, "profile": "daemon"}
+    await queues.create(JOBS, queued("first", "team", 2, workers=workers))
+    await settled("first")
+    (assigned,) = (await workload(queues, "first"))["status"]["admission"]["podSetAssignments"]
+    assert assigned["resourceUsage"] == {"nvidia.com/gpu": "4", "cpu": "4", "memory": "2Gi"}
+    await queues.create(JOBS, queued("second", "team", 2, workers=workers))
+    assert "insufficient unused quota for cpu" in (await _message(queues, "second", "insufficient"))
 
 
 async def _message(api: Api, name: str, words: str) -> str:

@@ -76,7 +76,7 @@ def test_each_version_of_each_object_is_parsed_once(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("replicas", [2, "many"])
-def test_a_spec_is_parsed_once_for_each_generation(monkeypatch: pytest.MonkeyPatch, replicas: object) -> None:
+def test_a_spec_is_parsed_once_until_it_changes(monkeypatch: pytest.MonkeyPatch, replicas: object) -> None:
     jobs, parsed = ParsedJobs(), count_parsing(monkeypatch)
 
     def replicas_of(version: int, generation: int, replicas: object) -> object:
@@ -90,6 +90,7 @@ def test_a_spec_is_parsed_once_for_each_generation(monkeypatch: pytest.MonkeyPat
     assert parsed == ["ParallelTrainingJobSpec"], "only the status changed"
     assert replicas_of(4, 2, 3) == 3, "an edit is a new generation"
     assert replicas_of(3, 1, replicas) == replicas, "an older version is not taken for the newer one"
+    assert replicas_of(5, 1, 4) == 4, "defaults of a new CRD are no new generation"
 
 
 def test_an_invalid_spec_is_parsed_once_and_rejected_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-"""Specs and statuses of jobs, each parsed once: a status per version of its object, a spec per generation.
+"""Specs and statuses of jobs, each parsed once: a status per version of its object, a spec until it changes.
 
 A job is reconciled for every change of its pods and agents, but its object changes rarely, and a status with a thousand
-workers takes long to parse. Most changes of an object are the operator's own, of its status: the API server then leaves
-`metadata.generation` as it is. What is returned is shared by all callers: nobody may change it.
+workers takes long to parse. Most changes of an object are the operator's own, of its status. What is returned is shared
+by all callers: nobody may change it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class _Parsed:
     """What was parsed so far of one version of an object."""
 
     version: str
-    generation: int | None = None
+    generation: object = None
+    raw_spec: object = None
     spec: ParallelTrainingJobSpec | str | None = None
     """The spec, or the message about an invalid one."""
     status: ParallelTrainingJobStatus | None = None
@@ -81,9 +82,11 @@ class ParsedJobs:
             return _Parsed("")  # An object that no server stored has no version by which to know it again.
         parsed = self._by_uid.get(uid)
         if parsed is None or parsed.version != version:
-            generation = metadata.get("generation")
-            same = parsed is not None and generation is not None and parsed.generation == generation
-            parsed = self._by_uid[uid] = _Parsed(version, generation, parsed.spec if same and parsed else None)
+            generation, raw = metadata.get("generation"), job.get("spec")
+            # An edit is a new generation, but a default that a new CRD adds to what is stored is none. And to Python,
+            # `true` equals 1.
+            same = parsed is not None and parsed.generation == generation and parsed.raw_spec == raw
+            parsed = self._by_uid[uid] = _Parsed(version, generation, raw, parsed.spec if same and parsed else None)
         self._by_uid.move_to_end(uid)
         while len(self._by_uid) > MAX_JOBS:
             self._by_uid.popitem(last=False)

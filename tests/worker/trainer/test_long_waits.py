@@ -42,7 +42,8 @@ def test_the_first_evaluation_has_the_limit_of_a_start(monkeypatch: pytest.Monke
     told = threading.Event()
     events = SimpleNamespace(at_work=told.set)
     monkeypatch.setattr(training_loop, "reporting_work", partial(reporting_work, seconds=0.01))
-    loop: Any = SimpleNamespace(_trainer=None, _mesh=None, _has_evaluated=False, _tell_at_work=None, _events=events)
+    unused = {"_trainer": None, "_mesh": None, "_tell_at_work": None, "_checkpoint_manager": None}
+    loop: Any = SimpleNamespace(_has_evaluated=False, _events=events, **unused)
 
     def loss(trainer: Any, mesh: Any, tell: Any = "first") -> float:
         order.append("evaluation")
