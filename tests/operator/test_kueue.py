@@ -285,8 +285,8 @@ def with_daemon(name: str, workers: int, **fields: Any) -> KubeObject:
     return body
 
 
-def ask_as_version_0_1(found: QueueWorld, name: str) -> str:
-    """Change the Workload to what version 0.1 made, which left out what a profile adds. Return its digest."""
+def ask_as_an_earlier_build(found: QueueWorld, name: str) -> str:
+    """Change the Workload to what earlier builds made, without what a profile adds. Return its digest."""
     made = found.workload(name)
     (pod_set,) = made["spec"]["podSets"]
     for field in ("initContainers", "runtimeClassName"):
@@ -319,7 +319,7 @@ async def test_quota_is_asked_for_what_the_containers_of_a_profile_request() -> 
 
 
 @pytest.mark.parametrize("elastic", [None, {"minReplicas": 1}])
-async def test_a_job_that_runs_keeps_the_quota_of_an_earlier_version(
+async def test_a_job_that_runs_keeps_the_quota_of_an_earlier_build(
     elastic: dict[str, int] | None,
 ) -> None:
     found = world()
@@ -329,7 +329,7 @@ async def test_a_job_that_runs_keeps_the_quota_of_an_earlier_version(
     found.admit("job", 2)
     await found.run(20)
     assert found.true("job", "Ready")
-    digest = ask_as_version_0_1(found, "job")
+    digest = ask_as_an_earlier_build(found, "job")
     if elastic:
         edit(found, "job", replicas=1)
     await found.run(60)

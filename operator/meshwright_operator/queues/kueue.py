@@ -365,7 +365,7 @@ def _covers(found: KubeObject, demand: Demand, observed: Observed) -> bool:
     reserved, applied = state.is_reserved(found), observed.profile
     demands = [demand]
     if reserved and applied is not None and applied.record == observed.status.applied_profile:
-        # Version 0.1 did not ask for what the containers of a profile request. A job that runs keeps its quota.
+        # Earlier builds did not ask for what the containers of a profile request. A job that runs keeps its quota.
         demands.append(replace(demand, profile=None))
     if any(digest == one.digest for one in demands):
         return True
