@@ -319,9 +319,7 @@ async def test_quota_is_asked_for_what_the_containers_of_a_profile_request() -> 
 
 
 @pytest.mark.parametrize("elastic", [None, {"minReplicas": 1}])
-async def test_a_job_that_runs_keeps_the_quota_of_an_earlier_build(
-    elastic: dict[str, int] | None,
-) -> None:
+async def test_a_job_that_runs_keeps_the_quota_of_an_earlier_build(elastic: dict[str, int] | None) -> None:
     found = world()
     found.operators[0].profiles.use(parse_profiles(DAEMON))
     found.submit(with_daemon("job", 2, elastic=elastic))

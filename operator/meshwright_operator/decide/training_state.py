@@ -70,9 +70,8 @@ def report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
         ranks = f"{ranks_that_train(training, world)} in generation {decision.mesh.generation}"
         decision.starting(sentences(ranks, start_work.slowest_work(observed)))
         return False
-    trains = f"{counted(world, 'rank')} {'is' if world == 1 else 'are'} training"
     text = sentences(
-        f"{trains} in generation {decision.mesh.generation}",
+        f"{_are_training(world)} in generation {decision.mesh.generation}",
         _silent_agents(silence),
         _idle_command(observed),
         start_work.slowest_work(observed) if isinstance(observed.run, CommandRun) else "",
@@ -83,7 +82,11 @@ def report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
 
 def ranks_that_train(training: int, world: int) -> str:
     """How many of the ranks train, if not all of them do: `3 of 4 ranks are training`."""
-    return f"{training} of {world} {'rank is' if world == 1 else 'ranks are'} training"
+    return f"{training} of {_are_training(world)}"
+
+
+def _are_training(ranks: int) -> str:
+    return f"{counted(ranks, 'rank')} {'is' if ranks == 1 else 'are'} training"
 
 
 def _is_silent(status: ParallelTrainingJobStatus) -> bool:

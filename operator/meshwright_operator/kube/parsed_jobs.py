@@ -85,8 +85,10 @@ class ParsedJobs:
             generation, raw = metadata.get("generation"), job.get("spec")
             # An edit is a new generation, but a default that a new CRD adds to what is stored is none. And to Python,
             # `true` equals 1.
-            same = parsed is not None and parsed.generation == generation and parsed.raw_spec == raw
-            parsed = self._by_uid[uid] = _Parsed(version, generation, raw, parsed.spec if same and parsed else None)
+            known = None
+            if parsed is not None and parsed.generation == generation and parsed.raw_spec == raw:
+                known = parsed.spec
+            parsed = self._by_uid[uid] = _Parsed(version, generation, raw, known)
         self._by_uid.move_to_end(uid)
         while len(self._by_uid) > MAX_JOBS:
             self._by_uid.popitem(last=False)

@@ -70,8 +70,6 @@ class _TierState:
     """The same of the one that is being saved."""
     listing: Listing | None = None
     """Says which of `losses` are still there."""
-    listed: frozenset[int] = frozenset()
-    """The steps in `losses` when the listing began."""
 
     def show_best(self) -> None:
         """Put the best of the complete checkpoints into the report."""
@@ -147,18 +145,18 @@ class CheckpointSchedule:
         """Begin to list the checkpoints on the tiers that retain the best: somebody may have removed one of them."""
         for tier, state in zip(self._tiers, self._states, strict=True):
             if state.losses and tier.retention.best is not None and (state.listing is None or not state.listing.busy):
-                state.listing, state.listed = Listing(tier.store), frozenset(state.losses)
+                state.listing = Listing(tier.store, state.losses)
 
     def forget_removed(self) -> None:
         """Leave out the losses of checkpoints that the last `list_best` has not found any more: the next evaluation
         does not compete with them, and no report names them.
         """
         for state in self._states:
-            steps = state.listing.steps(LISTING_SECONDS) if state.listing is not None else None
-            if steps is None:
+            missing = state.listing.missing(LISTING_SECONDS) if state.listing is not None else None
+            if missing is None:
                 continue
             state.listing = None
-            for step in state.listed - steps:
+            for step in missing:
                 state.losses.pop(step, None)
             best = state.report.best_step
             state.show_best()
