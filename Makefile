@@ -7,6 +7,7 @@ STAMP := $(VENV)/.setup-done
 # The directories of all packages except the core.
 PACKAGES := cli local operator worker
 PIP = $(VENV)/bin/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt
+# The pip of a new environment compares each file of an index with hundreds of tags: it is brought up to date first.
 # pip would build each package in an environment of its own and compile everything on one core. Half of the time went to
 # files that are hardly imported; Python compiles those that are.
 NEVER_COMPILED := /(kubernetes|mypy|networkx|numpy|pip|pyarrow|pygments|setuptools|testing|tests)/
@@ -32,7 +33,7 @@ setup: $(STAMP) ## Create .venv and install everything, pinned by constraints.tx
 $(STAMP): pyproject.toml constraints.txt $(PACKAGES:%=%/pyproject.toml)
 	@echo "setting up $(VENV): takes a few minutes, only the first time"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) hatchling editables
+	$(PIP) pip hatchling editables
 	$(PIP) --no-build-isolation --no-compile -e '.[dev]' $(PACKAGES:%=-e ./%)
 	@$(VENV)/bin/python -m compileall -q -j 0 -x '$(NEVER_COMPILED)' $(VENV)/lib
 	@touch $(STAMP)
