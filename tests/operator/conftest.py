@@ -16,7 +16,8 @@ import pytest
 import pytest_asyncio
 
 from meshwright_local.apiserver.rest.server import ApiServer
-from tests.operator import loop_watchdog, role_rules
+from meshwright_operator.planning import process_client
+from tests.operator import loop_watchdog, planning_template, role_rules
 from tests.operator.agents import Kubelet
 from tests.operator.support import JOBS, ROOT, Api, OperatorThread, install, until, write_kubeconfig
 from tests.patience import patient
@@ -32,6 +33,12 @@ def nothing_blocks_the_event_loop() -> Iterator[None]:
     with loop_watchdog.watching() as slow:
         yield
     assert slow == []
+
+
+@pytest.fixture(autouse=True)
+def planning_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning processes that have nothing to import."""
+    monkeypatch.setattr(process_client, "start_process", planning_template.start_process)
 
 
 @pytest_asyncio.fixture

@@ -82,6 +82,11 @@ async def serving() -> AsyncIterator[Asking]:
         await running
 
 
+@pytest.fixture(autouse=True)
+def planning_processes() -> None:
+    """Processes as an operator starts them, not those of other tests."""
+
+
 @pytest.fixture
 async def asking() -> AsyncIterator[Asking]:
     async with serving() as asking:

@@ -32,6 +32,12 @@ class PlanPreemptedError(Exception):
         self.cpu_seconds = cpu_seconds
 
 
+async def start_process() -> Process:
+    """Start a planning process, which then imports the planner."""
+    module = "meshwright_operator.planning.planning_process"
+    return await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=PIPE, stdout=PIPE)
+
+
 class ProcessClient:
     """One planning process, or none while there is nothing to plan."""
 
@@ -144,11 +150,8 @@ class ProcessClient:
     async def _started(self) -> Process:
         """The process, which is ready: before that, a signal would end it."""
         if self._process is None or self._process.returncode is not None:
-            module = "meshwright_operator.planning.planning_process"
             # If this is cancelled, `close` waits for the start: a process that nobody knows would remain.
-            self._starting = asyncio.ensure_future(
-                asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=PIPE, stdout=PIPE)
-            )
+            self._starting = asyncio.ensure_future(start_process())
             self._process = await asyncio.shield(self._starting)
             self._starting = None
             # At once: its imports take as long as several plans.
