@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import operator
 import subprocess
 import sys
 import sysconfig
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -41,8 +41,10 @@ def python_files() -> list[Path]:
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_module_has_a_docstring(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert ast.get_docstring(ast.parse(text)), "begin the module with what it is and why"
+    with tokenize.open(path) as file:
+        tokens = tokenize.generate_tokens(file.readline)
+        first = next(token for token in tokens if token.type not in (tokenize.COMMENT, tokenize.NL))
+    assert first.type == tokenize.STRING, "begin the module with what it is and why"
 
 
 def test_no_file_has_conflict_markers() -> None:

@@ -94,11 +94,15 @@ def simulate(manifest: Path, output: str, runs: int, seed: int, **options: Any) 
     """
     job = job_of_manifest(manifest)
     name = str(job["metadata"].get("name") or manifest.stem)
+    _check_options(options)
+    if options["replays"] and not isinstance(job.get("status"), dict):
+        raise click.ClickException(f"{manifest}: `status` is missing: use the output of `kubectl get ptj NAME -o yaml`")
+    inputs = _inputs(options["inputs"])
     try:
         planned = _planned(job, options)
     except (InvalidSpecError, PlanError) as error:
         raise click.ClickException(f"{manifest}: {error}") from error
-    setting, source, notes = _setting(planned, options)
+    setting, source, notes = _setting(planned, inputs, options)
     notes = (*notes, *planned.notes)
     replayed: Replay | None = None
     if options["replays"]:
@@ -110,6 +114,20 @@ def simulate(manifest: Path, output: str, runs: int, seed: int, **options: Any) 
         click.echo(json.dumps(document(report), indent=2))
     else:
         click.echo("\n".join(lines(report)))
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Reject what no job can be simulated with, before time is spent on a plan.
+
+    Raises:
+        click.ClickException: a time is 0, or two options contradict each other.
+    """
+    if options["mtbf"] is not None and options["node_failures"] is not None:
+        raise click.ClickException("--mtbf cannot be used with --node-failures: leave one of them out")
+    for name in ("mtbf", "step", "interval"):
+        if options[name] is not None and options[name] <= 0:
+            advice = "; for a job without failures use --node-failures 0" if name == "mtbf" else ""
+            raise click.ClickException(f"--{name}: must be above 0{advice}")
 
 
 def _planned(job: dict[str, Any], options: dict[str, Any]) -> PlannedJob:
@@ -124,7 +142,7 @@ def _planned(job: dict[str, Any], options: dict[str, Any]) -> PlannedJob:
     return planned_job(job, nodes, pods)
 
 
-def _setting(planned: PlannedJob, options: dict[str, Any]) -> tuple[Setting, str, tuple[str, ...]]:
+def _setting(planned: PlannedJob, inputs: Inputs, options: dict[str, Any]) -> tuple[Setting, str, tuple[str, ...]]:
     """The job as it is simulated, where its failure rate is from, and notes."""
     spec = planned.spec
     available = options["nodes"] if options["nodes"] is not None else planned.nodes + spec.recovery.spare_nodes
@@ -132,7 +150,6 @@ def _setting(planned: PlannedJob, options: dict[str, Any]) -> tuple[Setting, str
         raise click.ClickException(f"--nodes: the job needs {planned.nodes} nodes, got {available}")
     mtbf, source = _mtbf(planned.nodes, options)
     step, notes = _step(planned, options)
-    inputs = _inputs(options["inputs"])
     if options["repair"] is not None:
         faults = {
             name: kind.model_copy(update={"repair": options["repair"]}) if kind.nodes else kind
@@ -177,22 +194,15 @@ def _check_failures(setting: Setting) -> None:
 
 def _mtbf(nodes: int, options: dict[str, Any]) -> tuple[float, str]:
     given, rate = options["mtbf"], options["node_failures"]
-    if given is not None and rate is not None:
-        raise click.ClickException("--mtbf cannot be used with --node-failures: leave one of them out")
     if given is not None:
-        if given <= 0:
-            raise click.ClickException("--mtbf: must be above 0; for a job without failures use --node-failures 0")
         return given, "--mtbf"
     rate = DEFAULT_NODE_FAILURE_RATE if rate is None else rate
     return mtbf_of_nodes(nodes, rate), f"{rate:g} for each 1,000 node-days"
 
 
 def _step(planned: PlannedJob, options: dict[str, Any]) -> tuple[float, tuple[str, ...]]:
-    given = options["step"]
-    if given is not None:
-        if given <= 0:
-            raise click.ClickException("--step: must be above 0")
-        return given, ()
+    if options["step"] is not None:
+        return options["step"], ()
     if planned.step_seconds is None:
         if planned.steps is not None:
             raise click.ClickException("--step: the planner has no estimate for this job: give the time of a step")
@@ -203,8 +213,6 @@ def _step(planned: PlannedJob, options: dict[str, Any]) -> tuple[float, tuple[st
 def _interval(planned: PlannedJob, options: dict[str, Any], step: float) -> float:
     given, checkpoint = options["interval"], planned.spec.checkpoint
     if given is not None:
-        if given <= 0:
-            raise click.ClickException("--interval: must be above 0")
         return float(given)
     if checkpoint is None:
         return math.inf
@@ -234,8 +242,6 @@ def _inputs(path: Path | None) -> Inputs:
 
 
 def _replayed(filename: Path, job: dict[str, Any], planned: PlannedJob, setting: Setting) -> Replay:
-    if not isinstance(job.get("status"), dict):
-        raise click.ClickException(f"{filename}: `status` is missing: use the output of `kubectl get ptj NAME -o yaml`")
     checkpoint = planned.spec.checkpoint
     try:
         status = parse_known_fields(ParallelTrainingJobStatus, job["status"])

@@ -36,6 +36,11 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
 
+    def reset_parameters(self) -> None:
+        """Draw weights, unless they have no memory yet: `init_weights` draws those."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
         product = linear(x, self.weight) if self.product is None else self.product(x, self.weight)
