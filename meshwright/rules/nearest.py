@@ -105,10 +105,14 @@ def _attribute(name: str) -> str:
 
 
 @cache
+def _schema() -> dict[str, Any]:
+    return ParallelTrainingJobSpec.model_json_schema(by_alias=True)
+
+
+@cache
 def _bounds(path: str) -> tuple[int, int] | None:
     """The smallest and the largest value that the schema allows at a path. None if it is not an integer."""
-    root = ParallelTrainingJobSpec.model_json_schema(by_alias=True)
-    part = root
+    root = part = _schema()
     for name in path.split("."):
         if "properties" not in part:
             return None
