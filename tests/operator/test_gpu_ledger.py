@@ -85,17 +85,22 @@ def test_an_earlier_ledger_begins_with_the_first_number_that_is_seen() -> None:
     )
 )
 def test_the_sum_is_exact_for_any_sequence(moments: list[tuple[int, TimeCause, int | None, bool]]) -> None:
-    ledger, at, latest, gpus, spent, step = begin(NOW, TimeCause.QUEUED), 0, 0, 0, 0, 0
+    """A moment of which nothing was written is not known later: if the clock is set back, it counts from the moment
+    that was.
+    """
+    ledger, at, written, gpus, spent, step = begin(NOW, TimeCause.QUEUED), 0, 0, 0, 0, 0
     ledger = advance(ledger, seen(0, TimeCause.QUEUED, 0))
     for passed, cause, number, failed in moments:
-        at += passed  # the clock may be set back
-        spent += gpus * max(0, at - latest)
-        latest, gpus, step = max(at, latest), gpus if number is None else number, step + 3
+        at, step = at + passed, step + 3  # the clock may be set back
         steps = Steps(step, seconds=1.5, stall_seconds=1) if cause is TimeCause.TRAINING else None
-        ledger = advance(ledger, seen(at, cause, number, steps, failed=failed))
-        now = NOW + timedelta(seconds=latest)
+        before, ledger = ledger, advance(ledger, seen(at, cause, number, steps, failed=failed))
+        if (ledger.gpus, ledger.gpus_since) != (before.gpus, before.gpus_since):
+            spent, written = spent + gpus * max(0, at - written), max(at, written)
+            gpus = gpus if number is None else number
+        now = max(at, written)
         booked = sum(entry.gpu_milliseconds or 0 for entry in ledger.booked)
-        assert booked + unbooked_gpu_milliseconds(ledger, now) == spent * 1000
+        unbooked = unbooked_gpu_milliseconds(ledger, NOW + timedelta(seconds=now))
+        assert booked + unbooked == 1000 * (spent + gpus * (now - written))
 
 
 def test_metrics_grow_between_reconciles_and_outlive_the_job_in_its_namespace() -> None:
