@@ -278,7 +278,7 @@ def sizes(spec: Spec, largest: int, smallest: int | None = None) -> list[int]:
     if len(found) <= MAX_SIZES:
         return found
     half = MAX_SIZES // 2
-    rest = found[half:]
+    rest, last = found[half:], found[-1]
     # The largest ones, and then ever wider steps down to the smallest.
-    picked = {rest[min(len(rest) - 1, round(len(rest) ** (step / half)) - 1)] for step in range(half + 1)}
-    return found[:half] + sorted(picked, reverse=True)[: MAX_SIZES - half - 1] + [rest[-1]]
+    picked = {rest[round(len(rest) ** (step / half)) - 1] for step in range(half)} - {last}
+    return found[:half] + sorted(picked, reverse=True)[: MAX_SIZES - half - 1] + [last]

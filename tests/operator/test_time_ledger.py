@@ -141,6 +141,11 @@ def test_causes_of_a_later_version_are_kept() -> None:
     assert booked(advance(later, seen(7, TimeCause.STARTING))) == {"Probing": 12}
 
 
+def test_a_job_that_had_finished_books_nothing_when_it_is_seen_to_have_finished_again() -> None:
+    finished = book(seen(5, TimeCause.STARTING), training(40, 4, seconds=0.5), seen(50, "", Steps(24, seconds=0.5)))
+    assert advance(finished, seen(90, "", Steps(24, seconds=0.5), failed=True)) == finished
+
+
 Observation = tuple[int, str, Steps | None, bool, bool, float, bool]
 """Milliseconds, cause, steps, whether a command trains, whether it failed, detection, whether it is written."""
 numbers = st.integers(0, 1000) | st.sampled_from([0, MAX_SAFE_INTEGER])

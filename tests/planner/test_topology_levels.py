@@ -315,8 +315,10 @@ def test_the_message_names_dimension_level_and_what_is_needed() -> None:
     assert str(error.value) == (
         "`topology.pipeline.required: rack` needs 3 workers with 8 GPUs each in one rack: the most that fit in one are "
         "2. It would not fit on the empty nodes either: set `topology.pipeline.required` to a wider level, or lower "
-        "the degree. No smaller number of replicas fits now"
+        "the degree"
     )
+    with pytest.raises(DoesNotFitError, match=r"lower the degree\. Set `spec\.replicas: 2` to start now$"):
+        place(plan_with(required(data="rack"), 8, tensor=8, pipeline=1, data=3), found)
     busy = replace(found, nodes={**found.nodes, "rack0-node0": replace(found.nodes["rack0-node0"], free=Resources())})
     with pytest.raises(DoesNotFitError) as error:
         place(plan_with(required(pipeline="rack"), 8, tensor=8, pipeline=2, data=2), busy)

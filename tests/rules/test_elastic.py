@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshwright.api.spec import ParallelTrainingJobSpec
@@ -92,6 +92,7 @@ def test_sizes_divide_the_batch() -> None:
     assert sizes(job, 1, smallest=2) == []
 
 
+@example(17, 1)
 @given(st.integers(1, 5000), st.integers(1, 64))
 def test_many_sizes_are_thinned_out_downward(largest: int, smallest: int) -> None:
     found = sizes(spec(COMMAND, checkpoint=None), largest, smallest)

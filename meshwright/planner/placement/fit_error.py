@@ -71,8 +71,9 @@ def fit_error(
     replicas_fitting = _replicas_that_fit(plan, inventory, levels)
     now = _what_fits_now(plan, inventory, levels, replicas_fitting)
     if shortage is not None:
-        missing = [_level_sentence(plan, shape, shortage), *_never_fits(plan, inventory, shortage)]
-        fix = [_what_to_free("Free more GPUs there, or set a wider level", now)]
+        never = _never_fits(plan, inventory, shortage)
+        missing = [_level_sentence(plan, shape, shortage), *never]
+        fix = _what_to_do(plan, "" if never else "Free more GPUs there, or set a wider level", now)
     else:
         # More workers may fit in other domains than in those of the workers that stay.
         fitting = _fitting(plan, min(workers_that_fit, needed - short), needed, len(kept))
@@ -83,7 +84,7 @@ def fit_error(
             *_other_resources(plan, inventory, kept, levels, workers_that_fit),
         ]
         too_small = _too_small_when_empty(plan, inventory, levels, replicas_fitting, now)
-        fix = too_small or [_what_to_free(f"Free {missing_gpus}", now)]
+        fix = too_small or _what_to_do(plan, f"Free {missing_gpus}", now)
     sentences = [*missing, *_skipped_nodes(plan, inventory), *fix]
     blocked_by_kept_workers = bool(kept) and fits(plan, inventory)
     if blocked_by_kept_workers:
@@ -133,10 +134,12 @@ def _what_fits_now(plan: Plan, inventory: Inventory, levels: GroupLevels, replic
     return f"{_worker_to_set(one)} and {_size_to_set(plan, most)}" if most else ""
 
 
-def _what_to_free(free: str, fits_now: str) -> str:
-    if not fits_now:
-        return "No smaller number of replicas fits now"
-    return f"{free}, or set {fits_now} to start now"
+def _what_to_do(plan: Plan, free: str, fits_now: str) -> list[str]:
+    """What to do now. `free` is what to free, or empty if that would not help."""
+    if fits_now:
+        return [f"{free}, or set {fits_now} to start now" if free else f"Set {fits_now} to start now"]
+    smaller = "No smaller number of replicas fits now" if plan.layout.data > 1 else ""
+    return [sentence for sentence in (free, smaller) if sentence]
 
 
 def _too_small_when_empty(

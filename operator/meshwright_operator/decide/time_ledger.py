@@ -72,6 +72,8 @@ def advance(old: GoodputStatus, seen: Seen) -> GoodputStatus:
 
 def _advance(old: GoodputStatus, seen: Seen) -> GoodputStatus:
     ledger = _repaired(old, seen)
+    if not ledger.cause:
+        return ledger  # The job had finished.
     if ledger.cause not in STEPPING and (seen.cause in STEPPING or seen.steps is not None):
         ledger = _first_step(ledger, seen)
     if ledger.cause in STEPPING:

@@ -367,7 +367,7 @@ def test_excluded_nodes_count_when_a_job_is_compared_with_its_cluster() -> None:
 
 def test_the_message_names_nodes_that_are_left_out() -> None:
     nodes = [node("n0", gpus=2, unschedulable=True), node("n1", gpus=2)]
-    with pytest.raises(DoesNotFitError, match=r"Excluded nodes: n0 \(cordoned\)\. No smaller number of replicas fits"):
+    with pytest.raises(DoesNotFitError, match=r"Excluded nodes: n0 \(cordoned\)\. Free 2 GPUs$"):
         place(plan_of(2, 2, 1, 2), inventory(*nodes))
 
 
