@@ -22,6 +22,7 @@ pytest.importorskip("s3fs", reason="pip install s3fs 'moto[server]'")
 pytest.importorskip("moto.server", reason="pip install s3fs 'moto[server]'")
 pytestmark = pytest.mark.long
 NAME = "in-store"
+STEPS = 300  # enough that the job still trains when the pod is deleted after its first checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +53,9 @@ def secret():
 async def test_a_job_resumes_from_the_store_and_its_checkpoints_are_read_there(stage, store, tmp_path):
     _, job = tiny(
         NAME,
-        training={"steps": 60},
+        training={"steps": STEPS},
         checkpoint={
-            "claimName": None, "everySteps": 10, "keep": 2, "uri": "s3://runs/team",
+            "claimName": None, "everySteps": 20, "keep": 2, "uri": "s3://runs/team",
             "store": {"secretName": "s3", "endpoint": store, "region": "us-east-1"},
         },
     )  # fmt: skip
@@ -64,7 +65,7 @@ async def test_a_job_resumes_from_the_store_and_its_checkpoints_are_read_there(s
     status = await stage.complete(NAME)
     assert status.restart_count == 1
     assert status.mesh.generation == 2
-    assert status.checkpoint.step == 60
+    assert status.checkpoint.step == STEPS
     assert status.checkpoint.path.startswith(f"s3://runs/team/{NAME}-")
     events = (await run(stage, "events", NAME)).out
     assert "Restarting from the checkpoint of step" in events
@@ -72,16 +73,16 @@ async def test_a_job_resumes_from_the_store_and_its_checkpoints_are_read_there(s
     listed = (await run(stage, "checkpoint", "list", NAME)).out
     assert "complete" in listed
     assert status.checkpoint.path.rpartition("/")[0] in listed
-    assert "intact" in (await run(stage, "checkpoint", "verify", NAME, "--step", "60")).out
+    assert "intact" in (await run(stage, "checkpoint", "verify", NAME, "--step", str(STEPS))).out
     chain = (await run(stage, "lineage", NAME)).out
     assert f"job default/{NAME}, Meshwright " in chain
     assert "began with random weights" in chain
     local = tmp_path / "copies"
     done = await run(stage, "checkpoint", "copy", NAME, str(local))
-    assert "copied the checkpoint of step 60" in done.out
-    assert [entry.name for entry in local.iterdir()] == ["step-00000060"]
+    assert f"copied the checkpoint of step {STEPS}" in done.out
+    assert [entry.name for entry in local.iterdir()] == [f"step-{STEPS:08}"]
     assert "intact" in (await run(stage, "checkpoint", "verify", str(local))).out
-    await run(stage, "checkpoint", "copy", NAME, "s3://runs/archive", "--step", "60")
+    await run(stage, "checkpoint", "copy", NAME, "s3://runs/archive", "--step", str(STEPS))
     await another_job_begins_there(stage, store, status.checkpoint.path)
     await run(stage, "export", NAME, "-d", str(tmp_path / "model"))
     assert (tmp_path / "model" / "config.json").is_file()
@@ -91,11 +92,11 @@ async def another_job_begins_there(stage, store, source):
     """It saves on a claim. For the store, it only has the source, the Secret and the address."""
     name = "from-store"
     options = {"secretName": "s3", "endpoint": store, "region": "us-east-1"}
-    changes = {"replicas": 1, "workers": {"gpusPerWorker": 1}, "parallelism": {"tensor": 1}, "training": {"steps": 70}}
+    changes = {"replicas": 1, "workers": {"gpusPerWorker": 1}, "parallelism": {"tensor": 1}, "training": {"steps": STEPS + 10}}
     await stage.apply(tiny(name, checkpoint={"resumeFrom": source, "store": options}, **changes))
     status = await stage.complete(name)
-    assert (status.resumed_from.step, status.resumed_from.path) == (60, source)
-    assert status.checkpoint.step == 70
-    assert f"resumed from {source} (step 60)" in (await run(stage, "lineage", name)).out
-    assert f"Resumed from {source} step 60" in (await run(stage, "events", name)).out
-    assert "intact" in (await run(stage, "checkpoint", "verify", NAME, "--step", "60")).out
+    assert (status.resumed_from.step, status.resumed_from.path) == (STEPS, source)
+    assert status.checkpoint.step == STEPS + 10
+    assert f"resumed from {source} (step {STEPS})" in (await run(stage, "lineage", name)).out
+    assert f"Resumed from {source} step {STEPS}" in (await run(stage, "events", name)).out
+    assert "intact" in (await run(stage, "checkpoint", "verify", NAME, "--step", str(STEPS))).out
