@@ -92,6 +92,8 @@ class History:
         self.edits: Counter[str] = Counter()
         self.ledgers: dict[str, tuple[int, int]] = {}
         """Uid of a job -> when the time of its ledger begins, and up to when it is booked, in milliseconds."""
+        self.raised: set[str] = set()
+        """Jobs whose minimum was raised above the size with which they train. They train on."""
         self.lists: list[tuple[Operator, Callable[[], None]]] = []
         self.log: list[str] = []
         for name in NAMES:
@@ -171,14 +173,19 @@ class History:
         self.cluster.edit(name, replicas=self.draw.randint(least, most))
 
     def edit_bounds(self, name: str) -> None:
-        elastic = self.cluster.jobs()[name]["spec"].get("elastic")
-        self.cluster.edit(name, **self.fields(elastic=elastic is not None, replans=bool(elastic and elastic["replan"])))
+        job = self.cluster.jobs()[name]
+        elastic, status = job["spec"].get("elastic"), parse_status(job)
+        fields = self.fields(elastic=elastic is not None, replans=bool(elastic and elastic["replan"]))
+        if elastic and status.placement is not None and len(status.placement.workers) < fields["elastic"]["minReplicas"]:
+            self.raised.add(name)
+        self.cluster.edit(name, **fields)
 
     def suspend(self, name: str) -> None:
         self.cluster.edit(name, suspend=not self.cluster.jobs()[name]["spec"].get("suspend", False))
 
     def create_again(self, name: str) -> None:
         self.cluster.remove(name)
+        self.raised.discard(name)
         self.cluster.do(self.world.run(self.draw.randint(0, 3)))
         self.cluster.call(partial(self.world.submit, self.body(name)))
 
@@ -350,10 +357,12 @@ class History:
             replicas = 1 if bounds[name].replans and size else size
             assert not size or (settled[name]["world"][-1], settled[name]["replicas"]) == (size, replicas), seen
             assert not size or runs(settled[name]), seen
-            assert not size or bounds[name].least <= size <= bounds[name].most, seen
+            assert not size or size <= bounds[name].most, seen
+            assert not size or bounds[name].least <= size or name in self.raised, seen
         self.check_nodes(bounds, sizes, usable, seen)
-        if any(bounds[name] != Bounds.of(spec) for name, spec in specs.items()):
-            return  # the former spec of a job is history, which a fresh operator does not know
+        below = any(0 < sizes[name] < one.least for name, one in bounds.items())
+        if below or any(bounds[name] != Bounds.of(spec) for name, spec in specs.items()):
+            return  # the former spec or size of a job is history, which a fresh operator does not know
         if sum(one.most for one in bounds.values()) <= len(usable):
             fresh = self.fresh()
             for name in bounds:
@@ -375,7 +384,8 @@ class History:
         for name, one in bounds.items():
             if sizes[name]:
                 behind = first is not None and bounds[first].priority >= one.priority
-                assert sizes[name] == one.most or not free or behind, seen
+                too_few = sizes[name] + free < one.least
+                assert sizes[name] == one.most or not free or behind or too_few, seen
             elif first is None or queue.index(name) <= queue.index(first):
                 others = [key for key in bounds if key != name]
                 # What a job gives up on a draining node is of no use.
