@@ -92,7 +92,12 @@ async def another_job_begins_there(stage, store, source):
     """It saves on a claim. For the store, it only has the source, the Secret and the address."""
     name = "from-store"
     options = {"secretName": "s3", "endpoint": store, "region": "us-east-1"}
-    changes = {"replicas": 1, "workers": {"gpusPerWorker": 1}, "parallelism": {"tensor": 1}, "training": {"steps": STEPS + 10}}
+    changes = {
+        "replicas": 1,
+        "workers": {"gpusPerWorker": 1},
+        "parallelism": {"tensor": 1},
+        "training": {"steps": STEPS + 10},
+    }
     await stage.apply(tiny(name, checkpoint={"resumeFrom": source, "store": options}, **changes))
     status = await stage.complete(name)
     assert (status.resumed_from.step, status.resumed_from.path) == (STEPS, source)

@@ -176,7 +176,11 @@ class History:
         job = self.cluster.jobs()[name]
         elastic, status = job["spec"].get("elastic"), parse_status(job)
         fields = self.fields(elastic=elastic is not None, replans=bool(elastic and elastic["replan"]))
-        if elastic and status.placement is not None and len(status.placement.workers) < fields["elastic"]["minReplicas"]:
+        if (
+            elastic
+            and status.placement is not None
+            and len(status.placement.workers) < fields["elastic"]["minReplicas"]
+        ):
             self.raised.add(name)
         self.cluster.edit(name, **fields)
 
