@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import io
 import sys
 import threading
@@ -261,7 +262,9 @@ class OperatorThread:
         try:
             asyncio.run(self._run())
         except BaseException as error:  # noqa: BLE001 - shown by the test that waits for it
-            self.failure = error
+            # The sockets of a process that dies are closed. Here, the frames of the error would hold them.
+            self.failure = error.with_traceback(None)
+            gc.collect()
 
     async def _run(self) -> None:
         watch_this_thread(self.ready)

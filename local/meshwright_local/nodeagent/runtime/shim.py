@@ -25,6 +25,7 @@ import signal
 import socket
 import termios
 import time
+import warnings  # noqa: F401 - `os.execvpe` imports it, which is too late in a container with a root of its own
 from typing import Any
 
 from meshwright_local.nodeagent.runtime import mount_namespace
