@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from meshwright.api import conditions as names
-from meshwright.api.conditions import is_true
+from meshwright.api.conditions import find, is_true
 from meshwright.api.labels import GANG_GATE
 from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
@@ -28,6 +28,7 @@ from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAge
 from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.decide.failure_detection import JOB_FAILURES
 from meshwright_operator.decide.observed import Observed, has_started, observe_workers
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply_grant
 from meshwright_operator.decide.rejected_job import rejected, unplannable
@@ -243,6 +244,9 @@ class History(RuleBasedStateMachine):
             return IN_PROGRESS if self.blocked_edit.retryable else FAILED
         if observed.spec.suspend:
             return IN_PROGRESS if observed.live_pods else CURRENT
+        placed = find(after.conditions, names.PLACED)
+        if placed is not None and placed.reason in JOB_FAILURES.values():
+            return FAILED  # another start would fail in the same way: its user has to correct something
         return CURRENT if self.trained else IN_PROGRESS
 
     def _trains(self, observed: Observed, after: ParallelTrainingJobStatus) -> bool:

@@ -74,6 +74,7 @@ class SeparateAgent(MemoryAgent):
         if registry.leave_for(self.pod.worker) == self.generation:
             self.step = self.done
             self.state, self.held = AgentState.IDLE, HeldState(step=self.step, reduced=self.step + 1)
+            self.missed["_say"] = 2  # an agent reports a change at once
         elif registry.pause_for(self.pod.worker) == self.generation:
             self.state = AgentState.IDLE
 
@@ -232,6 +233,22 @@ async def test_workers_that_became_ready_while_the_operator_was_away_join() -> N
     await world.run(40)
     assert size(world, "job") == 2
     assert "GrowthFailed" not in world.operators[0].notes.reasons("job")
+
+
+async def test_a_resize_waits_for_a_late_report_of_what_ranks_hold() -> None:
+    """Nobody is lost: a worker that is not waited for would get the state of others, in new processes."""
+    world = await trains_in_memory(6, 2, maxReplicas=3)
+    edit(world, "job", replicas=3)
+    while world.status("job")["mesh"].get("pendingCause") != "Rescaled":
+        await world.tick()
+    ranks = agents_of(world, "job")
+    ranks[1].reports = 0.0  # type: ignore[attr-defined]
+    await world.run(7)
+    ranks[1].reports = 1.0  # type: ignore[attr-defined]
+    await world.run(30)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert size(world, "job") == 3
+    assert [ranks[0].starts, ranks[1].starts] == [1, 1]
 
 
 class History:

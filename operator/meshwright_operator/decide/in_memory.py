@@ -101,9 +101,17 @@ def leaving(observed: Observed, pending_cause: str) -> int:
     """The number of workers whose ranks have not left the interrupted generation yet, as long as they may take."""
     if not observed.mesh.in_memory or not goes_on(observed, pending_cause):
         return 0
-    if seconds_since(observed.mesh.pending_since, observed.now) >= HOLD_SECONDS + _unheard_seconds(observed):
+    waited = seconds_since(observed.mesh.pending_since, observed.now)
+    if waited >= HOLD_SECONDS + _late_seconds(observed, pending_cause):
         return 0
     return sum(worker.state is PodState.RUNNING and _may_leave(worker, observed) for worker in observed.workers)
+
+
+def _late_seconds(observed: Observed, pending_cause: str) -> float:
+    """How long a report that ranks have left may be late. Without it, their worker gets the state of others instead."""
+    if pending_cause in LOSSES:  # the silent worker is probably lost, too
+        return _unheard_seconds(observed)
+    return max(_unheard_seconds(observed), heard_after(len(observed.workers)))
 
 
 def _unheard_seconds(observed: Observed) -> float:
