@@ -75,7 +75,8 @@ def test_what_compression_left_out_follows_the_loss_scale(pool: RankPool) -> Non
         replicas = {"compression": "TopK", "compression_density": 0.05}
         run = small_run(data=2, precision=Precision.FP16, replicas=replicas, training=scale)
         losses.append([result.loss for result in pool.run(train_on_random_tokens, run, 6)[0].results])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    # Products of CPUs with fp16 instructions round at other places: 1e-5. Residuals in an old unit make 3e-4.
+    assert losses[0] == pytest.approx(losses[1], rel=5e-5)
 
 
 def test_fp16_resumes_with_its_scale(pool: RankPool, tmp_path: Path, text: Path) -> None:
