@@ -25,20 +25,34 @@ ROOT = Path(__file__).parents[2]
 NUMBER = struct.Struct("i")
 
 
+class News(asyncio.Protocol):
+    """What is heard of a process: its pid, and its exit status. No task reads it: kopf cancels tasks when it stops."""
+
+    def __init__(self) -> None:
+        self._data = b""
+        self.numbers = [asyncio.get_running_loop().create_future() for _ in range(2)]
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        for place, number in enumerate(self.numbers):
+            part = self._data[place * NUMBER.size : (place + 1) * NUMBER.size]
+            if len(part) == NUMBER.size and not number.done():
+                number.set_result(NUMBER.unpack(part)[0])
+
+
 class ForkedProcess:
     """What the operator uses of an `asyncio.subprocess.Process`."""
 
-    def __init__(
-        self, pid: int, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader, news: asyncio.StreamReader
-    ) -> None:
+    def __init__(self, pid: int, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader, news: News) -> None:
         self.pid = pid
         self.stdin = stdin
         self.stdout = stdout
-        self.returncode: int | None = None
-        self._end = asyncio.create_task(self._wait(news))
+        self._news = news
 
-    async def _wait(self, news: asyncio.StreamReader) -> None:
-        (self.returncode,) = NUMBER.unpack(await news.readexactly(NUMBER.size))
+    @property
+    def returncode(self) -> int | None:
+        """The exit status. None while it runs."""
+        return self._news.numbers[1].result() if self._news.numbers[1].done() else None
 
     def send_signal(self, number: int) -> None:
         if self.returncode is not None:
@@ -52,7 +66,7 @@ class ForkedProcess:
         """Wait for the end of its output and for its own."""
         self.stdin.close()
         await self.stdout.read()
-        await self._end
+        await asyncio.shield(self._news.numbers[1])
 
 
 async def start_process() -> ForkedProcess:
@@ -69,8 +83,8 @@ async def start_process() -> ForkedProcess:
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.connect_write_pipe(FlowControlMixin, os.fdopen(to_process, "wb", buffering=0))
     stdin, stdout = asyncio.StreamWriter(transport, protocol, None, loop), await reader(from_process)
-    heard = await reader(told)
-    (pid,) = NUMBER.unpack(await heard.readexactly(NUMBER.size))
+    _, heard = await loop.connect_read_pipe(News, os.fdopen(told, "rb", buffering=0))
+    pid = await asyncio.shield(heard.numbers[0])
     return ForkedProcess(pid, stdin, stdout, heard)
 
 

@@ -122,6 +122,20 @@ async def test_a_process_is_waited_for_however_often_its_end_is_cancelled() -> N
     assert client._killed == []
 
 
+async def test_closing_goes_on_although_the_wait_for_the_end_is_cancelled() -> None:
+    client = ProcessClient(0)
+    await client.start()
+    process = client._process
+    assert process is not None
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    assert client._ending is not None
+    client._ending.cancel()  # by kopf, while the operator closes already
+    await closing
+    assert process.returncode is not None
+    assert client._killed == []
+
+
 async def test_a_process_whose_start_is_cancelled_does_not_remain() -> None:
     client = ProcessClient(0)
     starting = asyncio.create_task(client.start())

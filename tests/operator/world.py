@@ -135,7 +135,9 @@ class Operator:
         self.cluster = world.connect(self.metrics)
         self.coordinator = Coordinator(self.cache, tokens, self.metrics, self.notify, world.seconds)
         inventories = Inventories(self.cache)
-        self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, (), self.queue.add, inventories)
+        self.scheduler = JobScheduler(
+            self.cluster, self.cache, self.metrics, (), self.queue.add, inventories, world.seconds
+        )
         self.planner = world.planner(inventories, lambda: self.scheduler.calibration)
         self.profiles = JobProfiles(tokens.seal)
         self.devices = DeviceInventory(self.cluster, self.cache, lambda: None)

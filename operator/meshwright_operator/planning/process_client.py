@@ -123,9 +123,12 @@ class ProcessClient:
         Callers may be cancelled while the process ends, even repeatedly: a later call waits for what is left.
         """
         self._kill()
-        if self._ending is None or self._ending.done():
-            self._ending = asyncio.create_task(self._wait_for_killed(), name="end of a planning process")
-        await asyncio.shield(self._ending)
+        while self._killed or self._starting is not None:
+            if self._ending is None or self._ending.done():
+                self._ending = asyncio.create_task(self._wait_for_killed(), name="end of a planning process")
+            await asyncio.wait([self._ending])
+            if not self._ending.cancelled():  # the library that watches jobs cancels all tasks when it stops
+                self._ending.result()
 
     async def _wait_for_killed(self) -> None:
         if (starting := self._starting) is not None:

@@ -205,7 +205,7 @@ class Member:
     """uid -> how far this job has to shrink for it, or that it has to stop. It stays so until this job has started."""
     rests_until: datetime | None = None
     """At the last attempt, the first end of the pause of a job that will give up replicas then."""
-    asked: float = field(default_factory=time.monotonic)
+    asked: float = 0.0
     """When it asked last, on the monotonic clock."""
 
     @property
@@ -217,7 +217,8 @@ class Member:
 class JobQueue:
     """Jobs that requested nodes and did not get them."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._members: dict[str, Member] = {}
         self.policy = Policy()
         self.version = 0
@@ -239,8 +240,7 @@ class JobQueue:
             member = self._members[request.uid] = Member(
                 request, claims=member.claims, reserved=member.reserved, victims=member.victims
             )
-        else:
-            member.request, member.asked = request, time.monotonic()
+        member.request, member.asked = request, self._clock()
         return member
 
     def get(self, uid: str) -> Member | None:

@@ -55,9 +55,11 @@ class JobScheduler:
         namespaces: Sequence[str],
         wake: Callable[[JobKey], None] = lambda key: None,
         inventories: Inventories | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`wake` queues the key of a waiting job to be reconciled, because it fits now or its answer is ready."""
         self._cache = cache
+        self._clock = clock
         self._inventories = inventories if inventories is not None else Inventories(cache)
         self._wake = wake
         self._calibration = Calibration()
@@ -78,6 +80,7 @@ class JobScheduler:
             assume=self._assume,
             wake=wake,
             holders=self._holders,
+            clock=clock,
         )
         self._lister = PodRequestLister(cluster, cache, namespaces)
         self._placer = Placer(self._lister, metrics, around)
@@ -228,7 +231,7 @@ class JobScheduler:
         """Excludes these nodes (name -> reason) for the job with this uid, for `seconds` or `AVOID_SECONDS`."""
         if not nodes:
             return
-        until = time.monotonic() + (AVOID_SECONDS if seconds is None else seconds)
+        until = self._clock() + (AVOID_SECONDS if seconds is None else seconds)
         self._avoided.setdefault(uid, {}).update({name: (until, why) for name, why in nodes.items()})
 
     def set_blocked(self, uid: str, nodes: Mapping[str, str]) -> None:
@@ -273,7 +276,7 @@ class JobScheduler:
         blocked = self._blocked.get(uid, {})
         if uid not in self._avoided:
             return dict(blocked)
-        now = time.monotonic()
+        now = self._clock()
         current = {name: entry for name, entry in self._avoided[uid].items() if entry[0] > now}
         self._avoided[uid] = current
         return {name: why for name, (_, why) in current.items()} | dict(blocked)

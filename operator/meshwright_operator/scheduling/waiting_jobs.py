@@ -69,13 +69,15 @@ class Surroundings:
     """Queues the key of a job to be reconciled."""
     holders: Callable[[Policy, datetime], Sequence[Holder]] = lambda policy, now: ()
     """The elastic and the preemptible jobs, which may shrink or stop for waiting jobs, as they are at a time."""
+    clock: Callable[[], float] = time.monotonic
+    """The monotonic clock."""
 
 
 class WaitingJobs:
     """The queue with what is known of each job in it, and attempts to place them in its order."""
 
     def __init__(self, capacity: CountedCapacity, around: Surroundings) -> None:
-        self.queue = JobQueue()
+        self.queue = JobQueue(around.clock)
         self._capacity = capacity
         self._around = around
         self._order: list[Member] = []
@@ -108,7 +110,7 @@ class WaitingJobs:
                 waiting[namespace] += 1
                 member.excess = self.excess_of(member.request, waiting[namespace])
         for member in self._order:
-            if (member.claims or member.victims) and (member.excess or _is_silent(member)):
+            if (member.claims or member.victims) and (member.excess or self._is_silent(member)):
                 self._give_up_claims(member)
                 self.release_victims(member)
         return [member for member in self._order if not member.excess]
@@ -120,6 +122,10 @@ class WaitingJobs:
             self._give_up_claims(member)
             self.release_victims(member)
         return member is not None
+
+    def _is_silent(self, member: Member) -> bool:
+        """Whether the job has not asked for so long that its reconciles must be failing before they can."""
+        return self._around.clock() - member.asked > SILENT_SECONDS
 
     def release_victims(self, member: Member) -> None:
         """Lets the jobs that shrank or stopped for a job grow or start again: it has started, or waits no more."""
@@ -281,9 +287,9 @@ class WaitingJobs:
         if outcome.placement is not None:
             self.note_fit(member, outcome.placement)
         else:
-            reserved = () if _is_silent(member) else outcome.reserved
+            reserved = () if self._is_silent(member) else outcome.reserved
             member.fits, member.reserved = False, reserved
-            claimed = () if _is_silent(member) else outcome.claimed
+            claimed = () if self._is_silent(member) else outcome.claimed
             member.claims = dict.fromkeys((*reserved, *claimed), f"reserved for job {member.request.key}")
             if explained:
                 self.note_answer(member, self.with_retry(member, not_granted(outcome)), basis)
@@ -298,7 +304,7 @@ class WaitingJobs:
         """Notes which jobs have to shrink or to stop for a job, and has them reconciled."""
         if outcome.placement is not None:
             return  # they stay as they are until it has started
-        victims = () if _is_silent(member) else outcome.victims
+        victims = () if self._is_silent(member) else outcome.victims
         before, member.victims = member.victims, {victim.uid: victim for victim in victims}
         for victim in (before | member.victims).values():
             self._around.wake(victim.key)
@@ -318,7 +324,7 @@ class WaitingJobs:
     def note_fit(self, member: Member, placement: Placement) -> None:
         """A job that fits now. Jobs behind it leave it the nodes until it asks for them."""
         member.fits, member.attempted, member.due = True, self._capacity.counted_freed, _due(member.request)
-        nodes = set() if _is_silent(member) else set(placement.nodes.values())
+        nodes = set() if self._is_silent(member) else set(placement.nodes.values())
         nodes -= set(member.request.assigned_nodes.values())
         member.claims = dict.fromkeys(sorted(nodes), f"next for job {member.request.key}")
 
@@ -434,11 +440,6 @@ class WaitingJobs:
         in_use = self._capacity.view.gpus_in_use(namespace, request.uid)
         sizes = tuple(one for one in request.sizes if not quota_excess(one.plan, namespace, in_use, bounds))
         return replace(request, sizes=sizes or request.sizes[-1:])
-
-
-def _is_silent(member: Member) -> bool:
-    """Whether the job has not asked for so long that its reconciles must be failing before they can."""
-    return time.monotonic() - member.asked > SILENT_SECONDS
 
 
 def _is_plain(request: PlacementRequest) -> bool:
