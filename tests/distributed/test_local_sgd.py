@@ -12,8 +12,10 @@ import torch
 from meshwright.api.data import DataFormat, DataSpec, Packing
 from meshwright.api.precision import Precision
 from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.data.batch import IGNORED, make_batch
 from meshwright_worker.data.mixture import open_stream
+from meshwright_worker.inference.model import load_full_model
 from meshwright_worker.rank.task import Outcome, RankTask
 from meshwright_worker.trainer import train as training_loop
 from tests.distributed.cases import Recorder, train_fully
@@ -132,6 +134,21 @@ def test_a_run_of_islands_resumes_from_its_checkpoint(pool: RankPool, tmp_path: 
         assert all(torch.equal(value, again[name]) for name, value in straight.items())
     assert any(name.startswith("outer.") for name in straight) == (method == "DiLoCo")
     assert any(name.startswith("island-1.optimizer.") for name in straight) == (method != "AsyncSGD")
+
+
+def test_islands_resume_with_the_biases_of_their_routers(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    outer = {"method": "LocalSGD", "every_steps": 2}
+    run = small_run(data=2, steps=4, every=2, keep=9, mixture="DeepSeek-V3", outer=outer)
+    for stop_after in (2, None):
+        pool.run(train_fully, run, 1, stop_after, checkpoint_dir=tmp_path / "broken", data_dir=text, timeout=240)
+    pool.run(train_fully, run, checkpoint_dir=tmp_path / "straight", data_dir=text, timeout=240)
+    straight, again = tensors_of(tmp_path / "straight", 4), tensors_of(tmp_path / "broken", 4)
+    assert straight["model.layers.1.feed_forward.router.bias"].any()
+    assert set(straight) == set(again)
+    assert all(torch.equal(value, again[name]) for name, value in straight.items())
+    # Without the biases neither text could be generated from it nor could plain replicas continue.
+    checkpoint, manifest = find_checkpoint(tmp_path / "broken")
+    load_full_model(checkpoint, manifest, Precision.FP32, capacity=4)
 
 
 def test_islands_begin_with_the_parameters_of_a_server_that_is_late(pool: RankPool, tmp_path: Path, text: Path) -> None:
