@@ -86,6 +86,8 @@ class AsyncPipelineTrainer:
         self._in_flight: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
         self._last_started = self._first_unreported = 0
         self._stop_seen, self._save_seen = False, 0
+        self._skipped = 0
+        """Steps of the run without an update: bias correction does not count them."""
 
     def step(self, number: int, batch: Batch, *, stop: bool = False, save: int = 0) -> StepResult | None:
         """Feed the batch of step `number` into the pipeline.
@@ -120,11 +122,12 @@ class AsyncPipelineTrainer:
         """See `Trainer.close`."""
 
     def update_state(self, state: TrainingState) -> TrainingState:
-        """See `Trainer.update_state`: this trainer has no state beyond its tensors."""
-        return state
+        """See `Trainer.update_state`: this trainer skips no step, but the run may have with another schedule."""
+        return state.model_copy(update={"skipped": self._skipped})
 
     def restore_state(self, state: TrainingState) -> None:
         """See `Trainer.restore_state`."""
+        self._skipped = state.skipped
 
     @property
     def slot_recorder(self) -> SlotRecorder | None:
