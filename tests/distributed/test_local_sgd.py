@@ -25,6 +25,7 @@ from tests.distributed.local_sgd_cases import (
     Parameters,
     replay,
     simulate_rounds,
+    train_a_round_more,
     train_islands,
     train_with_a_late_rank,
 )
@@ -149,6 +150,17 @@ def test_islands_resume_with_the_biases_of_their_routers(pool: RankPool, tmp_pat
     # Without the biases neither text could be generated from it nor could plain replicas continue.
     checkpoint, manifest = find_checkpoint(tmp_path / "broken")
     load_full_model(checkpoint, manifest, Precision.FP32, capacity=4)
+
+
+@pytest.mark.parametrize("method", ["DiLoCo", "AsyncSGD"])
+def test_copies_of_tied_embeddings_stay_equal_after_a_resume(pool: RankPool, tmp_path: Path, method: str) -> None:
+    outer = {"method": method, "every_steps": 2, "staleness": 0}
+    ends = {"layers": 4, "pipeline": 2, "tie_embeddings": True, "parallelism": {"schedule": "ZBV"}}
+    run = small_run(data=2, steps=6, every=2, outer=outer, **ends)
+    for _ in range(2):
+        ranks = pool.run(train_a_round_more, run, checkpoint_dir=tmp_path, timeout=240)
+        assert [len(copies) for copies in ranks] == [2, 0, 2, 0], "of both ends of the model"
+        assert all(torch.equal(*copies) for copies in ranks if copies)
 
 
 def test_islands_begin_with_the_parameters_of_a_server_that_is_late(pool: RankPool, tmp_path: Path, text: Path) -> None:

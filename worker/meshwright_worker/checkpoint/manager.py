@@ -124,6 +124,8 @@ class CheckpointManager:
         if compression_state is not None:
             compression_state.load_state_dict(residuals)
         copy_to_duplicates(shards, optimizer)
+        if outer is not None and (owner := outer.checkpointed_optimizer()) is not None:
+            copy_to_duplicates(*owner)
         optimizer.set_step_count(newest_manifest.state.step - newest_manifest.state.skipped)
         if not self._source:
             self._newest = newest_manifest.state.step
