@@ -9,9 +9,14 @@ from typing import Any
 import torch
 
 from meshwright.api.data_parallel import DataParallelSpec
+from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import REPLICA, join_mesh
 from meshwright_worker.parallel.data.compression.build import build_compressor
+from meshwright_worker.parallel.data.gradient_buckets import buckets_of
 from meshwright_worker.rank.task import RankTask
+from meshwright_worker.trainer.train import build_trainer
+from tests.distributed.cases import samples_of
 
 SHAPES = [torch.Size(shape) for shape in ((12, 10), (7,), (9, 6), (3, 2))]
 ELEMENTS = sum(shape.numel() for shape in SHAPES)
@@ -36,6 +41,41 @@ def compress(
             compressor.start(0, flat, SHAPES).finish(flat)
             sums.append(flat)
         return sums
+
+
+def gradients_and_rest(
+    task: RankTask[NativeRun], steps: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """By parameter, the sum over steps of the gradients of updates, and what this rank has left out at the end. Of the
+    tokens of every second step, few have a target.
+    """
+    training, vocabulary = task.run.training, task.run.architecture.vocab_size
+    with join_mesh(task) as mesh:
+        trainer, summed = build_trainer(task.run, mesh), dict[str, torch.Tensor]()
+        update = trainer.optimizer.step
+
+        def add(gradients: Sequence[torch.Tensor], rate: float) -> None:
+            for shard, gradient in zip(trainer.shards, gradients, strict=True):
+                summed[shard.name] = summed.get(shard.name, torch.zeros_like(gradient)) + gradient
+            update(gradients, rate)
+
+        trainer.optimizer.step = add  # type: ignore[method-assign]
+        share = training.global_batch_size // mesh.layout.data
+        first = mesh.coordinates.data * share
+        for step in range(1, steps + 1):
+            samples = samples_of(step, training.global_batch_size, training.sequence_length, vocabulary)
+            if step % 2 == 0:
+                samples[:, 4:] = ~samples[:, 4:]
+            trainer.step(step, Batch.of(samples[first : first + share]))
+        trainer.drain()
+        residuals = trainer.compression_state.tensors() if trainer.compression_state is not None else {}
+        (bucket,) = buckets_of(trainer.shards, task.run.parallelism.data_parallel.bucket_elements)
+        rest = dict[str, torch.Tensor]()
+        for name, residual in residuals.items():
+            if name.endswith(".left.0"):
+                parts = torch.split(residual, [shard.local.numel() for shard in bucket])
+                rest |= {shard.name: p.view_as(shard.local) for shard, p in zip(bucket, parts, strict=True)}
+        return summed, rest
 
 
 def top_k(ranks: int, steps: int, density: float) -> list[torch.Tensor]:

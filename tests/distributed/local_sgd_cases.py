@@ -10,11 +10,15 @@ from typing import Any
 import torch
 from torch.utils import deterministic
 
+from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
+from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
 from meshwright_worker.local_sgd.bounded_staleness import Event
 from meshwright_worker.optimizers.adamw import AdamW
+from meshwright_worker.parallel.pipeline.shared_weights import TIED
 from meshwright_worker.rank.task import Outcome, RankTask
 from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import Recorder, samples_of, train_fully, whole_of
@@ -47,6 +51,27 @@ def train_islands(task: RankTask, sizes: Sequence[int] = ()) -> Island:
         trainer.close()
         server = trainer.outer.server if isinstance(trainer.outer, AsynchronousSGD) else None
         return Island(mesh.island, parameters, server.order.events if server else [], losses)
+
+
+def train_a_round_more(task: RankTask[NativeRun]) -> list[torch.Tensor]:
+    """Load the newest checkpoint, if there is one, train a round and save. This rank's copies of the tied embedding."""
+    model, training, checkpoint = task.run.architecture, task.run.training, task.run.checkpoint
+    assert checkpoint is not None
+    assert training.outer is not None
+    with join_mesh(task) as mesh:
+        trainer = Trainer(task.run, mesh)
+        manager = CheckpointManager(task, checkpoint, mesh, Recorder(), manifest_template(task.run, "random", mesh))
+        step = manager.load(trainer.shards, trainer.optimizer, trainer.buffers, trainer.outer).step
+        trainer.on_parameters_loaded(step)
+        share = training.global_batch_size // mesh.layout.data
+        first = mesh.coordinates.data * share
+        for number in range(step + 1, step + 1 + training.outer.every_steps):
+            batch = samples_of(number, training.global_batch_size, training.sequence_length, model.vocab_size)
+            trainer.step(number, Batch.of(batch[first : first + share]))
+        state = TrainingState(step=step + training.outer.every_steps)
+        manager.save(trainer.shards, trainer.optimizer, state, trainer.buffers, trainer.outer, wait=True)
+        trainer.close()
+        return [shard.local.clone() for shard in trainer.shards if shard.name == TIED]
 
 
 class _Simulated:

@@ -40,6 +40,12 @@ def train_by_clock(task: RankTask, step_seconds: float) -> Recorder:
     return recorder
 
 
+def train_with_store(task: RankTask, uri: str) -> tuple[Outcome, Recorder]:
+    """`train` with a store beside the volume."""
+    recorder = Recorder()
+    return train(replace(task, checkpoint_uri=uri), recorder), recorder
+
+
 def train_on_failing_storage(task: RankTask, repair: list[str]) -> tuple[Outcome, Repairing]:
     """The storage fails until rank 0 has reported it, and then runs a command."""
     recorder = Repairing(repair=repair if task.rank == 0 else [])

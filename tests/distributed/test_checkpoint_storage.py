@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.api.checkpoint import StoreSpec
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.store import open_store
 from meshwright_worker.rank.task import Outcome
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.storage_cases import train_by_clock, train_on_failing_storage
+from tests.distributed.storage_cases import train_by_clock, train_on_failing_storage, train_with_store
 from tests.tiers import mostly_long
 
 LOCAL = {"method": "DiLoCo", "every_steps": 3, "learning_rate": 0.7, "momentum": 0.9}
@@ -46,6 +48,27 @@ def test_all_ranks_save_when_the_clock_of_rank_0_says_so(
     assert len(saved) >= 3
     assert CheckpointDirectory(tmp_path).steps() == saved[::-1]
     assert [report.step for report in one.reports] == list(range(1, 25))
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved"),
+    [
+        (6, [6]),  # when the volume is due, too
+        (7, [7]),
+    ],
+)
+def test_the_last_checkpoint_is_in_the_store_whatever_its_interval(
+    pool: RankPool, tmp_path: Path, text: Path, steps: int, saved: list[int]
+) -> None:
+    run = small_run(steps=steps, every=3, keep=9)
+    assert run.checkpoint is not None
+    uri = (tmp_path / "store").as_uri()
+    checkpoint = run.checkpoint.model_copy(update={"uri": uri, "store": StoreSpec(every_steps=300)})
+    run = run.model_copy(update={"checkpoint": checkpoint})
+    ((outcome, _),) = pool.run(train_with_store, run, uri, checkpoint_dir=tmp_path / "volume", data_dir=text)
+    assert outcome is Outcome.COMPLETE
+    assert CheckpointDirectory(tmp_path / "volume").steps() == sorted({3, 6, steps}, reverse=True)
+    assert open_store(uri).steps() == saved
 
 
 @pytest.fixture

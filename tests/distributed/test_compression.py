@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.api.data import DataFormat
+from meshwright.api.precision import Precision
 from tests.distributed.cases import train_fully
-from tests.distributed.compression_cases import compress, power_sgd, sum_of, top_k, true_sums
+from tests.distributed.compression_cases import compress, gradients_and_rest, power_sgd, sum_of, top_k, true_sums
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_recovery import complete, losses, tensors_of
@@ -18,6 +20,7 @@ from tests.tiers import mostly_long
 
 RANKS, STEPS = 3, 6
 RUN = small_run(data=RANKS, batch=12)
+SFT = DataFormat.PROMPT_COMPLETION
 
 
 def compressed(pool: RankPool, dtype: torch.dtype = torch.float64, **options: Any) -> list[torch.Tensor]:
@@ -87,6 +90,37 @@ def test_what_is_left_out_comes_later(pool: RankPool, options: dict[str, Any]) -
     got, want = compressed(pool, **options), true_sums(RANKS, STEPS)
     single = max(float((one - true).norm()) for one, true in zip(got, want, strict=True))
     assert float((sum_of(got) - sum_of(want)).norm()) < 2 * single
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    mostly_long(
+        [
+            ("TopK", {}),
+            ("PowerSGD", {}),
+            ("TopK", {"pipeline": 2, "micro_batches": 1, "parallelism": {"schedule": "PipeDream"}}),
+        ],
+        lambda case: not case[1],
+    ),
+    ids=str,
+)
+def test_steps_with_few_targets_neither_multiply_nor_lose_what_was_left_out(
+    pool: RankPool, name: str, layout: dict[str, Any]
+) -> None:
+    """Losses are means over a step's targets, and so is what comes later: all that was left out is in the end there."""
+    still = {"learning_rate": 1e-30, "weight_decay": 0.0}
+    options: dict[str, Any] = {"data": 2, "precision": Precision.FP64, "clip": 0.0, "optimizer": still, **layout}
+    replicas = {"bucket_elements": 1 << 20, "compression_rank": 2}
+    runs = [small_run(**options, replicas={**replicas, "compression": one}) for one in ("None", name)]
+    padded = [run.model_copy(update={"data": run.data.model_copy(update={"format": SFT})}) for run in runs]
+    true, got = (pool.run(gradients_and_rest, run, 3) for run in padded)
+    for rank, (sums, _) in enumerate(true):
+        # Ranks of a stage have the same gradients, and each has left out a part of them.
+        of_stage = [rest for other, rest in got if other.keys() == sums.keys()]
+        assert len(of_stage) == 2
+        assert all(rest[one].any() for rest in of_stage for one in ["layers.0.attention.query.weight"] if one in rest)
+        for one, want in sums.items():
+            assert relative(got[rank][0][one] + sum_of([rest[one] for rest in of_stage]), want) < 1e-12
 
 
 @pytest.mark.parametrize("name", mostly_long(["Int8", "TopK", "PowerSGD"], lambda name: name == "PowerSGD"))

@@ -12,8 +12,10 @@ import torch
 from meshwright.api.data import DataFormat, DataSpec, Packing
 from meshwright.api.precision import Precision
 from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.data.batch import IGNORED, make_batch
 from meshwright_worker.data.mixture import open_stream
+from meshwright_worker.inference.model import load_full_model
 from meshwright_worker.rank.task import Outcome, RankTask
 from meshwright_worker.trainer import train as training_loop
 from tests.distributed.cases import Recorder, train_fully
@@ -23,6 +25,7 @@ from tests.distributed.local_sgd_cases import (
     Parameters,
     replay,
     simulate_rounds,
+    train_a_round_more,
     train_islands,
     train_with_a_late_rank,
 )
@@ -132,6 +135,32 @@ def test_a_run_of_islands_resumes_from_its_checkpoint(pool: RankPool, tmp_path: 
         assert all(torch.equal(value, again[name]) for name, value in straight.items())
     assert any(name.startswith("outer.") for name in straight) == (method == "DiLoCo")
     assert any(name.startswith("island-1.optimizer.") for name in straight) == (method != "AsyncSGD")
+
+
+def test_islands_resume_with_the_biases_of_their_routers(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    outer = {"method": "LocalSGD", "every_steps": 2}
+    run = small_run(data=2, steps=4, every=2, keep=9, mixture="DeepSeek-V3", outer=outer)
+    for stop_after in (2, None):
+        pool.run(train_fully, run, 1, stop_after, checkpoint_dir=tmp_path / "broken", data_dir=text, timeout=240)
+    pool.run(train_fully, run, checkpoint_dir=tmp_path / "straight", data_dir=text, timeout=240)
+    straight, again = tensors_of(tmp_path / "straight", 4), tensors_of(tmp_path / "broken", 4)
+    assert straight["model.layers.1.feed_forward.router.bias"].any()
+    assert set(straight) == set(again)
+    assert all(torch.equal(value, again[name]) for name, value in straight.items())
+    # Without the biases neither text could be generated from it nor could plain replicas continue.
+    checkpoint, manifest = find_checkpoint(tmp_path / "broken")
+    load_full_model(checkpoint, manifest, Precision.FP32, capacity=4)
+
+
+@pytest.mark.parametrize("method", ["DiLoCo", "AsyncSGD"])
+def test_copies_of_tied_embeddings_stay_equal_after_a_resume(pool: RankPool, tmp_path: Path, method: str) -> None:
+    outer = {"method": method, "every_steps": 2, "staleness": 0}
+    ends = {"layers": 4, "pipeline": 2, "tie_embeddings": True, "parallelism": {"schedule": "ZBV"}}
+    run = small_run(data=2, steps=6, every=2, outer=outer, **ends)
+    for _ in range(2):
+        ranks = pool.run(train_a_round_more, run, checkpoint_dir=tmp_path, timeout=240)
+        assert [len(copies) for copies in ranks] == [2, 0, 2, 0], "of both ends of the model"
+        assert all(torch.equal(*copies) for copies in ranks if copies)
 
 
 def test_islands_begin_with_the_parameters_of_a_server_that_is_late(pool: RankPool, tmp_path: Path, text: Path) -> None:

@@ -12,6 +12,8 @@ from torch.func import functional_call
 from meshwright.api.precision import Precision
 from meshwright.layout import split_layers
 from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.manifest import read_manifest
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.models.decoder import DecoderStage
@@ -173,6 +175,17 @@ def test_training_resumes_from_a_checkpoint_as_if_it_had_not_stopped(pool: RankP
     assert [report.step for report in whole[0][1].reports] == list(range(1, 13))
     assert [report.samples for report in whole[0][1].reports] == [8 * step for step in range(1, 13)]
     assert all(report.seconds > 0 for report in whole[0][1].reports)
+
+
+def test_steps_that_were_skipped_before_stay_uncounted(pool: RankPool, tmp_path: Any, text: Any) -> None:
+    """A resumed run sets the optimizer's count of updates from it, and would correct its moments' bias otherwise."""
+    overflows = {"loss_scale": {"initial": 2**20, "growth_interval": 1000}}
+    before = small_run(steps=4, every=4, keep=9, precision=Precision.FP16, training=overflows)
+    pool.run(train_fully, before, checkpoint_dir=tmp_path, data_dir=text)
+    after = stale_run("PipeDream", pipeline=2, micro_batches=1, every=2, steps=6)
+    pool.run(train_fully, after, checkpoint_dir=tmp_path, data_dir=text)
+    first, last = (read_manifest(CheckpointDirectory(tmp_path).path(step)).state.skipped for step in (4, 6))
+    assert first == last > 0
 
 
 def test_a_stop_request_is_seen_when_checkpoints_come_before_results(pool: RankPool, tmp_path: Any, text: Any) -> None:

@@ -15,7 +15,7 @@ from meshwright_worker.checkpoint.full_tensors import FullTensorReader, find_che
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.pretrained.hf_export import export
-from meshwright_worker.pretrained.tensor_files import TensorFiles
+from meshwright_worker.pretrained.tensor_files import INDEX, TensorFiles
 from meshwright_worker.rank.task import Outcome, RankTask
 from meshwright_worker.trainer.initial_state import load_state
 from meshwright_worker.trainer.trainer import Trainer
@@ -90,6 +90,15 @@ def test_what_was_read_is_written_again(pool: RankPool, tmp_path: Path, text: Pa
     assert architecture_from_config(told) == architecture_from_config(config)
     lengths = "max_position_embeddings", "n_positions"
     assert any(told.get(name, 0) >= manifest.sequence_length for name in lengths)
+    export(checkpoint, manifest, tmp_path / "bf16", dtype=torch.bfloat16, file_bytes=20_000)
+    narrow = TensorFiles(tmp_path / "bf16")
+    for name, tensor in weights.items():
+        # Rounded biases would choose other experts than the trained model.
+        wanted = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+        assert narrow.find(name).map().dtype == wanted.dtype, name
+        assert torch.equal(narrow.find(name).map(), wanted), name
+    index = json.loads((tmp_path / "bf16" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(narrow.find(name).map().nbytes for name in narrow.names)
 
 
 def test_adapters_train_resume_in_another_layout_and_merge(pool: RankPool, tmp_path: Path, text: Path) -> None:

@@ -226,6 +226,13 @@ def test_a_checkpoint_of_another_model_or_text_is_rejected(pool: RankPool, tmp_p
         complete(pool, small_run(steps=4, seed=5), tmp_path, text)
 
 
+def test_a_checkpoint_of_another_optimizer_names_the_field(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    complete(pool, small_run(steps=2), tmp_path, text)
+    muon = small_run(steps=4, optimizer={"name": "Muon"})
+    with pytest.raises(RankFailedError, match=r"no `optimizer\..*\.momentum`: .* another `training\.optimizer\.name`"):
+        complete(pool, muon, tmp_path, text)
+
+
 def test_ranks_that_see_different_texts_are_rejected(pool: RankPool, tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()

@@ -35,6 +35,7 @@ from meshwright_worker.checkpoint.manifest import (
     has_other_base,
     read_manifest_as,
 )
+from meshwright_worker.checkpoint.state_dict import OPTIMIZER
 from meshwright_worker.checkpoint.store import CheckpointStore
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.rank.task import WorkProgress
@@ -267,7 +268,19 @@ def load_tensors(
         # A rank that cannot read a file may read it at the next start. Any other failure would repeat.
         if any(isinstance(failure, OSError) for failure, _ in error.failures.values()):
             raise CheckpointVolumeError(f"{path} cannot be read: {error}") from error
-        raise CheckpointMismatchError(f"{path} cannot be loaded: {error}") from error
+        problem = _missing_moment(path, tensors) or f"{path} cannot be loaded: {error}"
+        raise CheckpointMismatchError(problem) from error
+
+
+def _missing_moment(path: CheckpointPath, tensors: Mapping[str, torch.Tensor]) -> str:
+    """What to do if moments are missing in a checkpoint that has everything else. Empty if that is not so."""
+    missing = tensors.keys() - tensor_names(path)
+    if not missing or not all(name.startswith(f"{OPTIMIZER}.") for name in missing):
+        return ""
+    return (
+        f"{path} has no `{min(missing)}`: it was saved with another `training.optimizer.name`. Change that back, or "
+        "export the model and begin a job with `training.initialWeights`"
+    )
 
 
 def tensor_names(path: CheckpointPath) -> frozenset[str]:

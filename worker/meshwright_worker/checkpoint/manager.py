@@ -118,12 +118,14 @@ class CheckpointManager:
         if outer is None:
             tensors = checkpoint_tensors(shards, optimizer, buffers)
         else:
-            tensors = local_sgd_tensors(shards, outer, self._mesh.island, tensor_names(path))
+            tensors = local_sgd_tensors(shards, outer, self._mesh.island, buffers, tensor_names(path))
         residuals = allocate_tensors(path, compression_state.owns) if compression_state is not None else {}
         load_tensors({**tensors, **residuals}, path, self._mesh.checkpoint_group, progress)
         if compression_state is not None:
             compression_state.load_state_dict(residuals)
         copy_to_duplicates(shards, optimizer)
+        if outer is not None and (owner := outer.checkpointed_optimizer()) is not None:
+            copy_to_duplicates(*owner)
         optimizer.set_step_count(newest_manifest.state.step - newest_manifest.state.skipped)
         if not self._source:
             self._newest = newest_manifest.state.step
@@ -304,7 +306,7 @@ class CheckpointManager:
             if outer is None:
                 tensors = checkpoint_tensors(shards, optimizer, buffers)
             else:
-                tensors = local_sgd_tensors(shards, outer, self._mesh.island)
+                tensors = local_sgd_tensors(shards, outer, self._mesh.island, buffers)
             residuals = compression_state.tensors() if compression_state is not None else {}
             due = range(len(self._tiers)) if tiers is None else tiers
             overlaps = updates_wait and not wait and self._spec.staging is Staging.OVERLAPPED

@@ -64,6 +64,11 @@ class DiLoCo:
 
     def on_parameters_loaded(self, step: int) -> None:
         """See `OuterOptimizer.on_parameters_loaded`: checkpoints are taken between rounds."""
+        # A rank with both ends of a model has tied embeddings twice, and has loaded the momentum of the last.
+        loaded = {shard.name: momentum for shard, momentum in zip(self._shards, self._momentum, strict=True)}
+        for shard, momentum in zip(self._shards, self._momentum, strict=True):
+            if loaded[shard.name] is not momentum:
+                momentum.copy_(loaded[shard.name])
         self._start_round()
 
     def tensors(self) -> dict[tuple[str, str], torch.Tensor]:

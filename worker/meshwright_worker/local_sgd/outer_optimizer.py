@@ -7,7 +7,7 @@ resume from it. The state of other islands, and of the outer optimizer, have sep
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -77,7 +77,11 @@ def local_tensors(shards: Sequence[ParameterShard]) -> list[torch.Tensor]:
 
 
 def local_sgd_tensors(
-    shards: Sequence[ParameterShard], outer: OuterOptimizer, island: int, known: Container[str] | None = None
+    shards: Sequence[ParameterShard],
+    outer: OuterOptimizer,
+    island: int,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    known: Container[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of this rank to save or load, by name.
 
@@ -85,10 +89,14 @@ def local_sgd_tensors(
         shards: what this rank updates.
         outer: of the run.
         island: this rank's.
+        buffers: learned buffers, which the end of a round makes equal on all islands.
         known: names in the checkpoint to load. An island that is not in it starts with the state of island 0, and
-            missing outer state is not changed.
+            missing outer state is not changed. Neither are missing buffers: version 0.1 saved none of islands.
     """
     tensors = {f"{MODEL}.{shard.name}": as_distributed(shard, shard.local) for shard in shards}
+    for name, buffer in (buffers or {}).items():
+        if known is None or f"{MODEL}.{name}" in known:
+            tensors[f"{MODEL}.{name}"] = buffer
     checkpointed_optimizer = outer.checkpointed_optimizer()
     if checkpointed_optimizer is not None:
         optimizer_shards, optimizer = checkpointed_optimizer

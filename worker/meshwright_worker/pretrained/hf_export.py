@@ -51,7 +51,7 @@ def export(
         checkpoint: a complete checkpoint.
         manifest: its manifest.
         output: where to write.
-        dtype: the format of the weights there.
+        dtype: the format of the weights there, except of routers' biases, which are in fp32.
         file_bytes: the most that one file may hold, unless one tensor alone is larger.
         base: the model that adapters belong to; None for where the manifest says.
 
@@ -76,11 +76,14 @@ def export(
     where: dict[str, str] = {}
     for number, tensors in enumerate(plan, start=1):
         file = SINGLE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
-        content = {published_name(model, name): _published(groups[name], shapes, reader, dtype) for name in tensors}
+        content = {
+            published_name(model, name): _published(groups[name], shapes, reader, _format_of(groups[name], dtype))
+            for name in tensors
+        }
         write_tensors(output / file, content, {"format": "pt"})
         where |= dict.fromkeys(content, file)
     if len(plan) > 1:
-        total = sum(_size(group, shapes) for group in groups.values()) * dtype.itemsize
+        total = sum(_size(group, shapes) * _format_of(group, dtype).itemsize for group in groups.values())
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (output / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     (output / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -112,6 +115,13 @@ def _size(group: list[Piece], shapes: dict[str, torch.Size]) -> int:
     return sum(_shape_of(piece, shapes).numel() for piece in group)
 
 
+def _format_of(group: list[Piece], dtype: torch.dtype) -> torch.dtype:
+    """Return the format of a published tensor. Routers' biases are in fp32, as DeepSeek publishes them: training moves
+    them in steps that bf16 cannot represent, and rounded ones choose other experts.
+    """
+    return torch.float32 if group[0][0].endswith(".router.bias") else dtype
+
+
 def _shape_of(piece: Piece, shapes: dict[str, torch.Size]) -> torch.Size:
     name, _, expert = piece
     return shapes[name] if expert is None else shapes[name][1:]
@@ -129,7 +139,7 @@ def _files(
     file: list[str] = []
     size = 0
     for tensor, group in groups.items():
-        own = _size(group, shapes) * dtype.itemsize
+        own = _size(group, shapes) * _format_of(group, dtype).itemsize
         if file and size + own > limit:
             yield file
             file, size = [], 0

@@ -86,6 +86,8 @@ class AsyncPipelineTrainer:
         self._in_flight: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
         self._last_started = self._first_unreported = 0
         self._stop_seen, self._save_seen = False, 0
+        self._skipped = 0
+        """Steps of the run without an update: bias correction does not count them."""
 
     def step(self, number: int, batch: Batch, *, stop: bool = False, save: int = 0) -> StepResult | None:
         """Feed the batch of step `number` into the pipeline.
@@ -120,11 +122,12 @@ class AsyncPipelineTrainer:
         """See `Trainer.close`."""
 
     def update_state(self, state: TrainingState) -> TrainingState:
-        """See `Trainer.update_state`: this trainer has no state beyond its tensors."""
-        return state
+        """See `Trainer.update_state`: this trainer skips no step, but the run may have with another schedule."""
+        return state.model_copy(update={"skipped": self._skipped})
 
     def restore_state(self, state: TrainingState) -> None:
         """See `Trainer.restore_state`."""
+        self._skipped = state.skipped
 
     @property
     def slot_recorder(self) -> SlotRecorder | None:
@@ -155,16 +158,23 @@ class AsyncPipelineTrainer:
             self._apply_gradients(number, loss)
 
     def _apply_gradients(self, number: int, loss: torch.Tensor) -> None:
+        correction = self._corrections.pop(number)
+        self._scale_residuals(1.0 / correction)
         gradients = self._data_parallel.reduce()
+        self._scale_residuals(correction)
         if self._mesh.layout.tensor > 1:
             all_reduce_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
-        correction = self._corrections.pop(number)
         squares = local_square_sum(self.shards, gradients).to(self._mesh.device)
         loss = loss.double() if self._mesh.coordinates.tensor == 0 else torch.zeros_like(squares)
         # Stays on the device until it is reported, steps later, so that the host does not wait for this step.
         self._step_sums[number] = torch.stack([loss * correction, squares * correction * correction])
         scale_and_clip(gradients, correction, 0.0, 0.0)
         self.optimizer.step(gradients, learning_rate(number, self._training.steps, self._training.optimizer))
+
+    def _scale_residuals(self, factor: float) -> None:
+        """See `Trainer`. No hook has started a reduction: backward passes add to stashed weights."""
+        if self.compression_state is not None and factor != 1.0:
+            self.compression_state.scale(factor)
 
     def _loss_correction(self, batch: Batch) -> float:
         """Return the factor that corrects a step's gradient for tokens without a target. Every stage has the targets.

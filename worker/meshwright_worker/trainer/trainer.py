@@ -147,7 +147,8 @@ class Trainer:
             [stage.module for stage in self.stages], model, mesh, tokens_of_step(training), run.islands
         )
         self._islands = run.islands
-        self._balances_with_ignored_targets = self._loads.any and may_have_ignored_targets(run)
+        needs_share = self._loads.any or self.compression_state is not None
+        self._may_ignore_targets = needs_share and may_have_ignored_targets(run)
         self.optimizer = build_optimizer(self.shards, run, mesh)
         if draw and run.shards_masters:
             for shard in self.shards:
@@ -218,13 +219,16 @@ class Trainer:
         if self.outer is not None:
             self.outer.begin_step()
         micro_batches, token_counts = self._micro_batches.of(batch), self._token_counts(batch)
-        self._loads.scale_losses(self.loss_scale.value * self._target_share(micro_batches))
+        share = self._target_share(micro_batches)
+        self._loads.scale_losses(self.loss_scale.value * share)
         residuals = None
         if self.compression_state is not None and self._training.may_skip_updates:
             residuals = self.compression_state.tensors()
+        self._scale_residuals(share)
         with phase(PASSES):
             replica_loss = self._executor.run(micro_batches)
         gradients = self._gradients()
+        self._scale_residuals(1.0 / share)
         self._fp8.advance()
         squares = local_square_sum(self.shards, gradients).to(self._mesh.device)
         results = self._local_results(replica_loss, squares, micro_batches, requests, token_counts)
@@ -341,10 +345,10 @@ class Trainer:
     def _target_share(self, micro_batches: Sequence[Batch]) -> torch.Tensor | float:
         """Return the share of this step's tokens that have a target, fp64 [].
 
-        Gradients are divided by it, whereas load-balancing losses count every token. Collective if some tokens may have
-        no target.
+        Gradients are divided by it, whereas load-balancing losses count every token, and residuals of compressed
+        gradients come from steps with other shares. Collective if some tokens may have no target.
         """
-        if not self._balances_with_ignored_targets:
+        if not self._may_ignore_targets:
             return 1.0
         targets = self._targets(micro_batches)
         all_reduce_sum(targets, self._mesh.island_group)
@@ -355,6 +359,13 @@ class Trainer:
         """Return this rank's part of a step's targets, fp64 []. Every stage has them, so only one rank counts them."""
         _, pipeline, _, tensor = self._mesh.coordinates
         return count_targets(micro_batches).double() * (pipeline == tensor == 0)
+
+    def _scale_residuals(self, factor: torch.Tensor | float) -> None:
+        """Multiply compression residuals by the share of targets before a step, and divide them by it after it. Between
+        steps they are in units of updates: a step with few targets would multiply what others have left out.
+        """
+        if self.compression_state is not None and self._may_ignore_targets:
+            self.compression_state.scale(factor)
 
     def _rescale(self, residuals: Mapping[str, torch.Tensor] | None, scale: float) -> None:
         """Convert compression residuals, taken at loss scale `scale`, to the current loss scale and store them."""

@@ -144,7 +144,9 @@ class TrainingLoop:
                     if tiers := self._requests.due(number):
                         if self._requests.drains:
                             self._checkpoint_manager.report(wait=True)
-                        self._save(state, wait=False, tiers=tiers)
+                        # The last checkpoint is for all tiers, and no step is saved twice.
+                        last = stopped or number == self._training.steps
+                        self._save(state, wait=False, tiers=None if last else tiers)
                     if stopped:
                         break
         state, _ = self._drain(state)

@@ -173,6 +173,7 @@ class _ChunkedLinearLoss(torch.autograd.Function):
         matrix = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden) if needed else None
         accumulated = torch.promote_types(weight.dtype, torch.float32)
+        shift = _sum_shift(hidden.dtype, min(chunk, len(targets)))
         weight_gradient: torch.Tensor | None = None
         total = torch.zeros((), dtype=accumulated, device=hidden.device)
         for start in range(0, len(targets), chunk):
@@ -181,7 +182,7 @@ class _ChunkedLinearLoss(torch.autograd.Function):
             total += loss
             if hidden_gradient is not None:
                 hidden_gradient[part] = gradient @ matrix
-                of_chunk = gradient.T @ hidden[part]
+                of_chunk = gradient.T @ (hidden[part] if shift == 1.0 else hidden[part] / shift)
                 if weight_gradient is None:
                     # The only chunk's is not added to anything: it keeps its format until the backward pass.
                     weight_gradient = of_chunk if chunk >= len(targets) else of_chunk.to(accumulated)
@@ -189,7 +190,7 @@ class _ChunkedLinearLoss(torch.autograd.Function):
                     weight_gradient.add_(of_chunk)
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         ctx.formats = hidden.dtype, weight.dtype
-        ctx.scale = scale
+        ctx.scale, ctx.shift = scale, shift
         return total
 
     @staticmethod
@@ -197,11 +198,21 @@ class _ChunkedLinearLoss(torch.autograd.Function):
         of_hidden, of_weight = ctx.saved_tensors
         hidden_format, weight_format = ctx.formats
         hidden_needed, weight_needed, *_ = ctx.needs_input_grad
+        of_sum = gradients[0] if ctx.shift == 1.0 else gradients[0] * ctx.shift
         return (
             (of_hidden * gradients[0]).to(hidden_format) if hidden_needed else None,
-            ctx.scale(of_weight, gradients[0], weight_format) if weight_needed else None,
+            ctx.scale(of_weight, of_sum, weight_format) if weight_needed else None,
             *[None] * 7,
         )
+
+
+def _sum_shift(dtype: torch.dtype, tokens: int) -> float:
+    """Return the power of two that hidden states are divided by for the sum of a weight's gradient over tokens.
+
+    In fp16, products of many tokens with the same target overflow before the loss scale, which is applied in the
+    backward pass, could prevent it. Divided by this, they do not if hidden states are below 1,023.
+    """
+    return float(1 << max(0, math.ceil(math.log2(max(1, tokens) / 64)))) if dtype is torch.float16 else 1.0
 
 
 _Scale = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]

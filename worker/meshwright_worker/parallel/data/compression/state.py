@@ -62,6 +62,10 @@ class CompressionState:
             for key, tensor in compressor.state_dict().items()
         }
 
+    def scale(self, factor: torch.Tensor | float) -> None:
+        """Multiply the state by a number, or fp64 [] on the device. `tensors` returned before stay as they are."""
+        self.load_state_dict({name: tensor * factor for name, tensor in self.tensors().items()})
+
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Restore what `tensors` returned."""
         for bucket, compressor in enumerate(self._compressors):
