@@ -102,6 +102,20 @@ def test_submit_again_changes_only_what_the_manifest_says(client):
     assert client.submit(job("lm", priority=3)).raw["metadata"]["generation"] == 2
 
 
+def test_submit_reads_yaml_as_kubectl_does(client, tmp_path):
+    text = yaml.safe_dump(
+        job("lm", workers={"image": "w", "gpusPerWorker": 1, "env": [{"name": "AT", "value": "TEXT"}]})
+    )
+    file = tmp_path / "job.yaml"
+    file.write_text(text.replace("TEXT", "2026-01-02"))
+    assert client.submit(file).spec.workers.env[0].value == "2026-01-02"
+    file.write_text(text.replace("TEXT", "12:30:00"))
+    assert client.submit(file).spec.workers.env[0].value == "12:30:00"
+    file.write_text(text + text)
+    with pytest.raises(ManifestError, match="is there twice"):
+        client.submit(file)
+
+
 def test_submit_a_spec_made_in_python(client):
     made = client.submit_spec("typed", parse_spec(job("typed")), labels={"team": "vision"})
     assert made.spec == parse_spec(job("typed"))

@@ -20,6 +20,7 @@ from meshwright.api.labels import KIND
 from meshwright.api.parsing import InvalidSpecError, parse_spec
 from meshwright.api.training import TrainingSpec
 from meshwright.data.errors import DataError
+from meshwright.kube_yaml import load_documents
 from meshwright_worker.data.mixture import Stream, open_stream
 from meshwright_worker.data.sample_assignment import is_federated
 from meshwright_worker.data.sample_order import SampleDigest
@@ -53,7 +54,7 @@ def read_job(path: Path) -> dict[str, Any]:
         ValueError: there is none, or more than one.
     """
     text = sys.stdin.read() if str(path) == "-" else path.read_text()
-    items = [item for item in yaml.safe_load_all(text) if isinstance(item, dict)]
+    items = [item for item in load_documents(text) if isinstance(item, dict)]
     jobs = [item for item in items if item.get("kind") == KIND]
     if len(jobs) != 1:
         raise ValueError(f"{path}: expected exactly one {KIND}, found {len(jobs)}")
