@@ -95,6 +95,25 @@ def test_a_requested_checkpoint_is_waited_for_and_a_failed_request_says_why(serv
         client.requested_checkpoint("lm", "never", timeout=0.5)
 
 
+async def test_who_waits_for_a_checkpoint_reads_why_none_can_be_saved(server, namespace):
+    asked = {"request": "mine", "state": "Requested", "time": "2026-01-01T00:00:00Z", "message": "The ranks save"}
+    read: list[str] = []
+
+    def write(**change: Any) -> threading.Timer:
+        return later(0.5, lambda: write_status(server, namespace, "lm", {"checkpointRequest": {**asked, **change}}))
+
+    def notify(text: str) -> None:
+        read.append(text)
+        write(state="Saved", step=7)
+
+    async with AsyncClient(kubeconfig=server.kubeconfig, namespace=namespace) as client:
+        await client.submit(job("lm"))
+        write().join()
+        write(message="No checkpoint can be saved: the volume is full")
+        await client.requested_checkpoint("lm", "mine", timeout=60, notify=notify)
+    assert read == ["No checkpoint can be saved: the volume is full"]
+
+
 def test_submit_again_changes_only_what_the_manifest_says(client):
     client.submit(job("lm"))
     first = client.submit(job("lm", priority=3))

@@ -311,31 +311,45 @@ class AsyncClient:
         await self._patch(name, {"metadata": {"annotations": {ANNOTATION_CHECKPOINT: request}}})
         return request
 
-    async def requested_checkpoint(self, name: str, request: str, *, timeout: float | None = None) -> Job:  # noqa: ASYNC109
+    async def requested_checkpoint(
+        self,
+        name: str,
+        request: str,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+        notify: Notify = _ignore,
+    ) -> Job:
         """Wait until a requested checkpoint is durable, and return the job.
 
         Args:
             name: name of the job.
             request: what `request_checkpoint` has returned.
             timeout: seconds; None: unlimited.
+            notify: is called with the reason if the ranks cannot save, and try again.
 
         Raises:
             JobFailedError: there is no such checkpoint, for example because the job is not running.
             WaitTimeoutError: it was not durable in time.
         """
-        latest = await self.get(name)
+        latest, asked, problem = await self.get(name), "", ""
         try:
             async with asyncio.timeout(timeout):
                 async for job in self.watch(name):
                     if job is None:
                         raise JobFailedError(f"{name} was deleted before it saved the checkpoint")
                     latest, found = job, job.status.checkpoint_request
-                    if found is not None and found.request == request and found.state == "Failed":
+                    if found is None or found.request != request:
+                        continue
+                    if found.state == "Failed":
                         raise JobFailedError(f"{name}: {found.message}")
-                    if found is not None and found.request == request and found.state == "Saved":
+                    if found.state == "Saved":
                         return job
+                    asked = asked or found.message
+                    if found.message != asked and not problem:  # later ones differ only in the step
+                        notify(found.message)
+                    problem = found.message if found.message != asked else ""
         except TimeoutError:
-            now = f"It is {latest.state}: {latest.message}".rstrip(": ")
+            now = problem or f"It is {latest.state}: {latest.message}".rstrip(": ")
             raise WaitTimeoutError(f"{name} did not save the checkpoint within {timeout:g} s. {now}") from None
         raise JobFailedError(f"{name} was deleted before it saved the checkpoint")
 
