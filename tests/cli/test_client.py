@@ -114,6 +114,16 @@ async def test_who_waits_for_a_checkpoint_reads_why_none_can_be_saved(server, na
     assert read == ["No checkpoint can be saved: the volume is full"]
 
 
+@pytest.mark.parametrize("name", ["", ".", "lm/..", "../..", "lm?a=b", "lm%2f..", "ptj/lm"])
+def test_a_text_that_is_no_name_reaches_no_other_object(client, name):
+    client.submit(job("lm"))
+    for use in (client.delete, client.suspend, client.get, client.wait, client.events, lambda n: client.scale(n, 2)):
+        with pytest.raises(NotFoundError, match="no job `|the name of the job is empty"):
+            use(name)
+    assert [found.name for found in client.list()] == ["lm"]
+    assert client.get("lm").spec.suspend is False
+
+
 def test_submit_again_changes_only_what_the_manifest_says(client):
     client.submit(job("lm"))
     first = client.submit(job("lm", priority=3))

@@ -283,9 +283,9 @@ class AsyncClient:
             RejectedError: the API server or a rule of the job rejects the number.
         """
         action = Action("patch", JOBS, self.namespace, name, "scale")
-        path = JOBS.path(self.namespace, name, "scale")
         body = {"spec": {"replicas": replicas}}
         try:
+            path = JOBS.path(self.namespace, name, "scale")
             await self.server.request("PATCH", path, action, body=body, content_type=MERGE_PATCH)
         except NotFoundError:
             raise await self._missing(name) from None
@@ -473,9 +473,9 @@ class AsyncClient:
 
     async def _patch(self, name: str, body: KubeObject) -> Job:
         action = Action("patch", JOBS, self.namespace, name)
-        path = JOBS.path(self.namespace, name)
         params = {"fieldManager": CLI_FIELD_MANAGER}
         try:
+            path = JOBS.path(self.namespace, name)
             return Job(
                 await self.server.request("PATCH", path, action, params=params, body=body, content_type=MERGE_PATCH)
             )
@@ -484,6 +484,8 @@ class AsyncClient:
 
     async def _missing(self, name: str) -> NotFoundError:
         """The error for a job that does not exist, with the names that do."""
+        if not name:
+            return NotFoundError("the name of the job is empty: set the variable of the shell that has it")
         here = [job.name for job in await self.list()]
         text = f"no job `{name}` in namespace `{self.namespace}`"
         if near := nearest(name, here):
