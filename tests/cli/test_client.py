@@ -255,6 +255,28 @@ def test_what_is_forbidden_names_verb_and_resource(server, namespace):
             client.scale("lm", 2)
 
 
+def test_who_may_only_read_jobs_sees_the_rest_of_them(server, client, namespace):
+    client.submit(job("lm"))
+    write_status(server, namespace, "lm", running())
+    roles, group = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}", "rbac.authorization.k8s.io"
+    rules = [{"apiGroups": ["meshwright.dev"], "resources": ["paralleltrainingjobs"], "verbs": ["get"]}]
+    server.call("POST", f"{roles}/roles", {"metadata": {"name": "watcher"}, "rules": rules})
+    binding = {
+        "metadata": {"name": "w"},
+        "subjects": [{"kind": "User", "name": "watcher", "apiGroup": group}],
+        "roleRef": {"kind": "Role", "name": "watcher", "apiGroup": group},
+    }
+    server.call("POST", f"{roles}/rolebindings", binding)
+    watcher = server.as_user("watcher")
+    shown = server.cli("status", "lm", "-n", namespace, kubeconfig=watcher).output
+    assert "you may not list events or list pods, which are left out" in shown
+    assert "step 30 of 60" in shown
+    assert "no pod" not in shown
+    assert "Layout TP 2 x PP 1 x DP 2" in server.cli("explain", "lm", "-n", namespace, kubeconfig=watcher).output
+    top = server.cli("top", "lm", "--once", "-n", namespace, kubeconfig=watcher).output
+    assert "No metrics of ranks: you may not list pods." in top
+
+
 def test_a_profile_needs_the_right_to_run_commands_in_pods(server, client, namespace):
     client.submit(job("lm"))
     write_status(server, namespace, "lm", running())

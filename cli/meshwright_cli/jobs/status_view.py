@@ -13,6 +13,7 @@ from meshwright_cli.client.objects import Job, JobEvent, WorkerPod, parse_time
 from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.jobs.output import colored, wrapped
 from meshwright_cli.jobs.placement_tree import placement_tree
+from meshwright_cli.jobs.visible import hidden_note
 from meshwright_cli.text import age, duration, plural
 
 LABEL = 12
@@ -24,9 +25,12 @@ class JobView:
     """A job with what is shown about it."""
 
     job: Job
-    pods: Sequence[WorkerPod]
+    pods: Sequence[WorkerPod] | None
+    """None if the user may not list them."""
     warnings: Sequence[JobEvent] = ()
     """Its latest warnings."""
+    hidden: Sequence[str] = ()
+    """What the user may not see, such as `list pods`."""
 
 
 def status_lines(view: JobView, now: datetime, columns: int, *, every_worker: bool = False) -> list[str]:
@@ -35,7 +39,7 @@ def status_lines(view: JobView, now: datetime, columns: int, *, every_worker: bo
     title = f"{job.namespace}/{job.name}  {colored(job.state)}"
     lines = [f"{title}  {_headline(job)}".rstrip()]
     lines += wrapped(job.message, columns) if job.message and not _is_plain_running(job) else []
-    facts = [(name, value) for name, value in _facts(job, now) if value]
+    facts = [(name, value) for name, value in [*_facts(job, now), ("Hidden", hidden_note(view.hidden))] if value]
     if facts:
         lines.append("")
     for name, value in facts:
