@@ -109,6 +109,22 @@ def test_explain_says_what_comes_before_the_nodes(reason, says):
     assert says in dict(facts(made(status), ClusterView(nodes)))["Fits now"]
 
 
+def test_a_job_that_may_not_grow_yet_says_when():
+    def growth(**elastic: Any) -> str:
+        status = running(replicas=1, elastic={"wantedReplicas": 2, **elastic})
+        lines = status_lines(JobView(made(status, elastic={"pauseSeconds": 120}), []), NOW, 120)
+        return next((line for line in lines if line.startswith("Growth")), "")
+
+    def at(seconds: float) -> str:
+        return (NOW + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    after = "`elastic.pauseSeconds` after the last resize"
+    assert growth(resizedTime=at(-30)) == f"Growth      in 90s at the earliest: {after}"
+    assert growth(resizedTime=at(-130)) == ""
+    failed = "Growth      in 100s at the earliest: an attempt to grow has failed"
+    assert growth(resizedTime=at(-30), retryTime=at(100)) == failed
+
+
 def test_explain_says_that_the_reasons_are_those_of_more_replicas():
     elastic = running(replicas=1, elastic={"wantedReplicas": 2})
     assert "1 of 2 replicas. Reasons at full size:" in "\n".join(explanation(made(elastic), [], ClusterView(), 120))

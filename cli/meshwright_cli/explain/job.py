@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import click
 
@@ -18,7 +19,7 @@ from meshwright_cli.explain.placed import placed_facts
 from meshwright_cli.jobs.access import Access, cluster_options
 from meshwright_cli.jobs.output import colored, next_command, output_option, width, wrapped
 from meshwright_cli.jobs.placement_tree import placement_tree
-from meshwright_cli.jobs.status_view import last_failure
+from meshwright_cli.jobs.status_view import growth_wait, last_failure
 from meshwright_cli.jobs.visible import visible
 
 LABEL = 12
@@ -85,7 +86,8 @@ def facts(job: Job, cluster: ClusterView) -> list[tuple[str, str]]:
     failure = last_failure(job)
     failures = [("Failure", failure)] if failure else []
     if not waits_for_nodes(job):
-        return [*placed_facts(job), *failures]
+        growth = growth_wait(job, datetime.now(UTC))
+        return [*placed_facts(job), *([("Growth", growth)] if growth else []), *failures]
     found = [*pending_facts(job, cluster), *failures]
     if cluster.hidden:
         found.append(("Hidden", f"you may not {', or '.join(cluster.hidden)}: the rest is from the job's conditions"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from meshwright.api import conditions
 from meshwright.api.status import LimitKind
@@ -87,6 +87,7 @@ def _facts(job: Job, now: datetime) -> list[tuple[str, str]]:
     return [
         ("Layout", _layout(job)),
         ("Ranks", _ranks(job)),
+        ("Growth", growth_wait(job, now)),
         ("Training", _training(job)),
         ("Checkpoint", _checkpoint(job, now)),
         ("Best", _best(job)),
@@ -170,6 +171,21 @@ def _ranks(job: Job) -> str:
     wanted = elastic.wanted_replicas if elastic else None
     replicas = f", {status.replicas} of {plural(wanted, 'replica')}" if wanted else ""
     return f"{status.ready_ranks} ready{replicas}{generation}" if status.ready_ranks else ""
+
+
+def growth_wait(job: Job, now: datetime) -> str:
+    """Why an elastic job that is smaller than wanted does not grow yet. Empty if it does not wait for a time."""
+    elastic, wished = job.status.elastic, job.spec.elastic
+    if elastic is None or wished is None or job.is_true(conditions.RESCALING) or not job.is_true(conditions.READY):
+        return ""
+    if not job.status.replicas or not elastic.wanted_replicas or job.status.replicas >= elastic.wanted_replicas:
+        return ""
+    resized, retry = parse_time(elastic.resized_time), parse_time(elastic.retry_time)
+    pause, after = timedelta(seconds=wished.pause_seconds), "`elastic.pauseSeconds` after the last resize"
+    ends = [] if resized is None else [(resized + pause, after)]
+    ends += [] if retry is None else [(retry, "an attempt to grow has failed")]
+    end, why = max(ends, default=(now, ""))
+    return f"in {duration((end - now).total_seconds())} at the earliest: {why}" if end > now else ""
 
 
 def _training(job: Job) -> str:
