@@ -124,6 +124,18 @@ def test_a_text_that_is_no_name_reaches_no_other_object(client, name):
     assert client.get("lm").spec.suspend is False
 
 
+def test_submit_rejects_another_namespace_than_that_of_the_option(server, namespace, tmp_path):
+    file = tmp_path / "job.yaml"
+    body = job("lm")
+    body["metadata"]["namespace"] = "default"
+    file.write_text(yaml.safe_dump(body))
+    failed = server.cli("submit", str(file), "-n", namespace, code=2)
+    assert f"`metadata.namespace` is `default`, and -n is `{namespace}`: leave one of them out" in failed.output
+    assert "No jobs" in server.cli("list", "-n", "default").output
+    assert "submitted to namespace default" in server.cli("submit", str(file), "-n", "default").output
+    server.cli("delete", "lm", "-n", "default")
+
+
 def test_submit_again_changes_only_what_the_manifest_says(client):
     client.submit(job("lm"))
     first = client.submit(job("lm", priority=3))

@@ -79,19 +79,27 @@ class AsyncClient:
         """Close every connection."""
         await self.server.close()
 
-    async def submit(self, manifest: Manifest, *, dry_run: bool = False) -> Job:
+    async def submit(self, manifest: Manifest, *, dry_run: bool = False, within: str | None = None) -> Job:
         """Apply a manifest with exactly one job, and the objects that it needs, as server-side apply does.
 
         Args:
             manifest: a path, an object, or several objects.
             dry_run: let the API server validate everything, and store nothing.
+            within: reject objects that name another namespace, as kubectl does with `--namespace`.
 
         Raises:
-            ManifestError: it cannot be read, or does not contain exactly one job.
+            ManifestError: it cannot be read, does not contain exactly one job, or names another namespace.
             RejectedError: the API server rejected an object; the message names the field.
         """
         items, name = _objects(manifest)
         job = only_job(items, name)
+        for item in items:
+            stated = item["metadata"].get("namespace")
+            if within and stated and stated != within:
+                raise ManifestError(
+                    f"{name}: {item['kind']} {item['metadata']['name']}: `metadata.namespace` is `{stated}`, and -n is "
+                    f"`{within}`: leave one of them out"
+                )
         applied = job
         for item in items:
             answer = await self.apply(item, dry_run=dry_run)
