@@ -66,15 +66,17 @@ class KubeLoader(yaml.SafeLoader):
             return sign * int(digits[2:], base)
         return sign * int(digits, 8 if len(digits) > 1 and digits.startswith("0") else 10)
 
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> Any:
         """See `yaml.SafeLoader.construct_yaml_float`. A whole number becomes an integer, as in the JSON of kubectl."""
         text = self.construct_scalar(node).replace("_", "").lower()
         value = float(text.replace(".inf", "inf").replace(".nan", "nan"))
+        if math.isinf(value) and "inf" not in text:
+            return str(self.construct_scalar(node))  # too large for a number: text
         return int(value) if math.isfinite(value) and value.is_integer() and abs(value) < _LARGEST_WHOLE else value
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text that either library would read as a number, a date or a boolean, such as the commit `12e4567`."""
+    """Quotes a text that either library would read as a number, a date or a boolean, such as the commit `1234e56`."""
 
 
 for _kind in (KubeLoader, _Dumper):

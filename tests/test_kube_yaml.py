@@ -23,6 +23,8 @@ READ: list[tuple[str, Any]] = [
     ("0b11", 3),
     ("1e20", 10**20),
     ("1e22", 1e22),
+    ("1e400", "1e400"),
+    ("12e4567", "12e4567"),
     ("12:30:00", "12:30:00"),
     ("2026-01-02", "2026-01-02"),
     ("2026-01-02T10:00:00Z", "2026-01-02T10:00:00Z"),
@@ -60,7 +62,7 @@ def test_what_has_no_equal_in_json_is_an_error(text: str) -> None:
         load_documents(text)
 
 
-@pytest.mark.parametrize("text", ["12e4567", "3e-4", "0o17", "y", "12:30", "2026-01-02", "=", "1_0", "plain", "é"])
+@pytest.mark.parametrize("text", ["1234e56", "3e-4", "0o17", "y", "12:30", "2026-01-02", "=", "1_0", "plain"])
 def test_a_text_stays_one_in_every_library(text: str) -> None:
     written = dump_document({"key": text})
     assert load_documents(written) == [{"key": text}]
