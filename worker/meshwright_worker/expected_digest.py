@@ -39,11 +39,11 @@ def main() -> None:
     try:
         spec = parse_spec(read_job(arguments.job))
         if spec.training is None or spec.data is None:
-            parser.error("the job has no `training` and `data`: Meshwright does not read the data of a command")
+            raise ValueError("the job has no `training` and `data`: Meshwright does not read the data of a command")
         steps = spec.training.steps if arguments.steps is None else arguments.steps
         digest = expected_digest(spec.data, spec.training, steps, arguments.data, spec.replicas)
     except (OSError, DataError, InvalidSpecError, yaml.YAMLError, ValueError) as error:
-        parser.error(str(error))
+        parser.exit(1, f"{parser.prog}: error: {error}\n")  # the usage would not help
     sys.stdout.write(f"{digest:016x}\n")
 
 
