@@ -74,10 +74,9 @@ def import_job(
 
 
 def _text(file: Path) -> str:
-    """The content of a file or of standard input."""
-    if file == _STDIN:
-        return sys.stdin.read()
-    return file.read_text(encoding="utf-8")
+    """The content of a file or of standard input, without the byte order mark of some editors."""
+    text = sys.stdin.read() if file == _STDIN else file.read_text(encoding="utf-8")
+    return text.removeprefix("\ufeff")
 
 
 def imported(text: str, gpus: int | None) -> Imported:
