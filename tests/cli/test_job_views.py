@@ -99,6 +99,12 @@ def test_a_job_that_no_operator_has_reported_on_says_how_to_find_out():
     assert "meshwright doctor" in " ".join(lines)
 
 
+def test_a_job_of_another_controller_is_not_one_that_the_operator_has_missed():
+    job = made({}, managedBy="kueue.x-k8s.io/multikueue")
+    assert job.message.startswith("Waits for the controller `kueue.x-k8s.io/multikueue`, which has not reported")
+    assert "doctor" in made({}, managedBy="meshwright.dev/operator").message
+
+
 @pytest.mark.parametrize(
     ("reason", "says"),
     [("Queued", "the operator places the job at its turn"), ("ClaimNotFound", "waits for something else first")],
