@@ -26,6 +26,8 @@ from meshwright_cli.client import (
     UnreachableError,
     WaitTimeoutError,
 )
+from meshwright_cli.client.objects import WorkerPod
+from meshwright_cli.client.profiling import _profiled
 from meshwright_cli.client.rejection import explained
 from tests.cli.live_server import LiveServer, condition, job, live_server, parsed, running
 
@@ -287,6 +289,16 @@ def test_who_may_only_read_jobs_sees_the_rest_of_them(server, client, namespace)
     assert "Layout TP 2 x PP 1 x DP 2" in server.cli("explain", "lm", "-n", namespace, kubeconfig=watcher).output
     top = server.cli("top", "lm", "--once", "-n", namespace, kubeconfig=watcher).output
     assert "No metrics of ranks: you may not list pods." in top
+
+
+async def test_a_pod_that_ends_while_it_is_profiled_is_named_so(server, namespace):
+    async with AsyncClient(kubeconfig=server.kubeconfig, namespace=namespace) as client:
+        await client.submit(job("lm"))
+        gone = WorkerPod("lm-w0-0", 0, 0, "node0", "Running", True, True, 0)
+        with pytest.raises(
+            NotFoundError, match="a pod of these ranks has ended or was replaced: lm is Pending. Profile"
+        ):
+            await _profiled(client, "lm", {0: gone}, range(1, 2), 60)
 
 
 def test_a_profile_needs_the_right_to_run_commands_in_pods(server, client, namespace):
