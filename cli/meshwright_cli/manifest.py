@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from meshwright.api.labels import CLI_FIELD_MANAGER
+from meshwright.kube_yaml import load_documents
 from meshwright_local.kube.client import APPLY_PATCH, ApiClient, ApiError
 from meshwright_local.kube.resources import Resource
 
@@ -23,7 +24,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         ManifestError: it cannot be read, is not valid YAML, or a document is not a Kubernetes object.
     """
     try:
-        documents = [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
+        documents = load_documents(path.read_text())
     except OSError as error:
         raise ManifestError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

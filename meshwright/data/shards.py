@@ -128,6 +128,11 @@ class ShardWriter:
             if self._held >= self._limit:
                 self._flush()
 
+    @property
+    def documents(self) -> int:
+        """Number of documents so far."""
+        return self._documents
+
     def close(self, skipped: int = 0) -> TokensManifest:
         """Write the remaining tokens and the manifest.
 

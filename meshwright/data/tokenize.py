@@ -94,9 +94,20 @@ def tokenize(
         for batch in _batches(texts):
             writer.add(_not_empty(tokenizer.encode(batch, special=False)))
             position.report()
+    if not writer.documents:
+        raise DataError(_no_text(entries, skipped))
     manifest = writer.close(skipped.count)
     position.begin(len(entries))
     return manifest, skipped
+
+
+def _no_text(entries: Sequence[FileEntry], skipped: SkippedRecords) -> str:
+    """Why files with content have no document."""
+    where = entries[0].name if len(entries) == 1 else f"{len(entries):,} files, such as {entries[0].name}"
+    if skipped.count:
+        records = "its only record" if skipped.count == 1 else f"all of {skipped.count:,} records"
+        return f"no text in {where}: {records} cannot be read ({skipped.examples[0]}): correct them, or `data.format`"
+    return f"no text in {where}: every record is empty"
 
 
 class _Position:

@@ -26,6 +26,8 @@ from meshwright_cli.client import (
     UnreachableError,
     WaitTimeoutError,
 )
+from meshwright_cli.client.objects import WorkerPod
+from meshwright_cli.client.profiling import _profiled
 from meshwright_cli.client.rejection import explained
 from tests.cli.live_server import LiveServer, condition, job, live_server, parsed, running
 
@@ -95,11 +97,66 @@ def test_a_requested_checkpoint_is_waited_for_and_a_failed_request_says_why(serv
         client.requested_checkpoint("lm", "never", timeout=0.5)
 
 
+async def test_who_waits_for_a_checkpoint_reads_why_none_can_be_saved(server, namespace):
+    asked = {"request": "mine", "state": "Requested", "time": "2026-01-01T00:00:00Z", "message": "The ranks save"}
+    read: list[str] = []
+
+    def write(**change: Any) -> threading.Timer:
+        return later(0.5, lambda: write_status(server, namespace, "lm", {"checkpointRequest": {**asked, **change}}))
+
+    def notify(text: str) -> None:
+        read.append(text)
+        write(state="Saved", step=7)
+
+    async with AsyncClient(kubeconfig=server.kubeconfig, namespace=namespace) as client:
+        await client.submit(job("lm"))
+        write().join()
+        write(message="No checkpoint can be saved: the volume is full")
+        await client.requested_checkpoint("lm", "mine", timeout=60, notify=notify)
+    assert read == ["No checkpoint can be saved: the volume is full"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "lm/..", "../..", "lm?a=b", "lm%2f..", "ptj/lm"])
+def test_a_text_that_is_no_name_reaches_no_other_object(client, name):
+    client.submit(job("lm"))
+    for use in (client.delete, client.suspend, client.get, client.wait, client.events, lambda n: client.scale(n, 2)):
+        with pytest.raises(NotFoundError, match="no job `|the name of the job is empty"):
+            use(name)
+    assert [found.name for found in client.list()] == ["lm"]
+    assert client.get("lm").spec.suspend is False
+
+
+def test_submit_rejects_another_namespace_than_that_of_the_option(server, namespace, tmp_path):
+    file = tmp_path / "job.yaml"
+    body = job("lm")
+    body["metadata"]["namespace"] = "default"
+    file.write_text(yaml.safe_dump(body))
+    failed = server.cli("submit", str(file), "-n", namespace, code=2)
+    assert f"`metadata.namespace` is `default`, and -n is `{namespace}`: leave one of them out" in failed.output
+    assert "No jobs" in server.cli("list", "-n", "default").output
+    assert "submitted to namespace default" in server.cli("submit", str(file), "-n", "default").output
+    server.cli("delete", "lm", "-n", "default")
+
+
 def test_submit_again_changes_only_what_the_manifest_says(client):
     client.submit(job("lm"))
     first = client.submit(job("lm", priority=3))
     assert first.raw["metadata"]["generation"] == 2
     assert client.submit(job("lm", priority=3)).raw["metadata"]["generation"] == 2
+
+
+def test_submit_reads_yaml_as_kubectl_does(client, tmp_path):
+    text = yaml.safe_dump(
+        job("lm", workers={"image": "w", "gpusPerWorker": 1, "env": [{"name": "AT", "value": "TEXT"}]})
+    )
+    file = tmp_path / "job.yaml"
+    file.write_text(text.replace("TEXT", "2026-01-02"))
+    assert client.submit(file).spec.workers.env[0].value == "2026-01-02"
+    file.write_text(text.replace("TEXT", "12:30:00"))
+    assert client.submit(file).spec.workers.env[0].value == "12:30:00"
+    file.write_text(text + text)
+    with pytest.raises(ManifestError, match="is there twice"):
+        client.submit(file)
 
 
 def test_submit_a_spec_made_in_python(client):
@@ -210,6 +267,38 @@ def test_what_is_forbidden_names_verb_and_resource(server, namespace):
         assert (caught.value.verb, caught.value.resource) == ("list", "paralleltrainingjobs.meshwright.dev")
         with pytest.raises(ForbiddenError, match=r"patch paralleltrainingjobs/scale.meshwright.dev `lm`"):
             client.scale("lm", 2)
+
+
+def test_who_may_only_read_jobs_sees_the_rest_of_them(server, client, namespace):
+    client.submit(job("lm"))
+    write_status(server, namespace, "lm", running())
+    roles, group = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}", "rbac.authorization.k8s.io"
+    rules = [{"apiGroups": ["meshwright.dev"], "resources": ["paralleltrainingjobs"], "verbs": ["get"]}]
+    server.call("POST", f"{roles}/roles", {"metadata": {"name": "watcher"}, "rules": rules})
+    binding = {
+        "metadata": {"name": "w"},
+        "subjects": [{"kind": "User", "name": "watcher", "apiGroup": group}],
+        "roleRef": {"kind": "Role", "name": "watcher", "apiGroup": group},
+    }
+    server.call("POST", f"{roles}/rolebindings", binding)
+    watcher = server.as_user("watcher")
+    shown = server.cli("status", "lm", "-n", namespace, kubeconfig=watcher).output
+    assert "you may not list events or list pods, which are left out" in shown
+    assert "step 30 of 60" in shown
+    assert "no pod" not in shown
+    assert "Layout TP 2 x PP 1 x DP 2" in server.cli("explain", "lm", "-n", namespace, kubeconfig=watcher).output
+    top = server.cli("top", "lm", "--once", "-n", namespace, kubeconfig=watcher).output
+    assert "No metrics of ranks: you may not list pods." in top
+
+
+async def test_a_pod_that_ends_while_it_is_profiled_is_named_so(server, namespace):
+    async with AsyncClient(kubeconfig=server.kubeconfig, namespace=namespace) as client:
+        await client.submit(job("lm"))
+        gone = WorkerPod("lm-w0-0", 0, 0, "node0", "Running", True, True, 0)
+        with pytest.raises(
+            NotFoundError, match="a pod of these ranks has ended or was replaced: lm is Pending. Profile"
+        ):
+            await _profiled(client, "lm", {0: gone}, range(1, 2), 60)
 
 
 def test_a_profile_needs_the_right_to_run_commands_in_pods(server, client, namespace):

@@ -99,3 +99,24 @@ def test_the_tokenizers_file_is_not_text(text: Path, tmp_path: Path, bpe_file: P
     (text / "tokenizer.json").write_bytes(bpe_file.read_bytes())
     options = ("--tokenizer", "BPE", "--tokenizer-file", text / "tokenizer.json")
     assert "1 documents" in run("tokenize", text, tmp_path / "tokens", *options).output
+
+
+def test_no_document_says_why(tmp_path: Path) -> None:
+    source = tmp_path / "text"
+    source.mkdir()
+    (source / "a.txt").write_bytes(b"caf\xe9")
+    found = run("tokenize", source, tmp_path / "tokens", "--skip-corrupt")
+    assert "no text in a.txt: its only record cannot be read (a.txt: not UTF-8 at byte 3)" in found.output
+    assert "matches" not in found.output
+    (source / "a.txt").write_text('{"text": ""}\n' * 3)
+    found = run("tokenize", source, tmp_path / "tokens", "--format", "JSONLines")
+    assert "no text in a.txt: every record is empty" in found.output
+
+
+def test_tokens_are_no_text(text: Path, tmp_path: Path) -> None:
+    options = ("--format", "JSONLines", "--field", "body")
+    assert run("tokenize", text, text / "tokens", *options, "--pattern", "*.jsonl").exit_code == 0
+    found = run("tokenize", text, tmp_path / "again")
+    assert found.exit_code == 1
+    assert "tokens/meshwright-tokens.json: its directory has tokens, which are no text: exclude it" in found.output
+    assert not (tmp_path / "again").exists()

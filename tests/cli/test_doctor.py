@@ -340,6 +340,13 @@ def test_a_user_who_may_not_run_commands_in_pods_sees_which_commands_that_takes(
     assert found["message"].endswith("except profile, export, data upload: you may not create pods/exec")
 
 
+def test_a_namespace_that_does_not_exist_is_an_error(shared):
+    findings = parsed(shared.cli("doctor", "-o", "json", "-n", "nowhere", code=1))
+    (found,) = (one for one in findings if one["check"] == "Your rights")
+    assert (found["level"], found["message"]) == ("error", "namespace nowhere does not exist")
+    assert "kubectl create namespace nowhere" in found["fix"]
+
+
 def test_the_rights_are_those_of_the_chart():
     wanted = {*OPERATOR_CLUSTER_RIGHTS, *OPERATOR_RIGHTS, *OPERATOR_HOME_RIGHTS}
     granted = {Right(verb, resource, group) for group, resource, verb in role_rules.rights()}

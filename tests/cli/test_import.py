@@ -137,6 +137,12 @@ def test_a_recipe_of_fp8_that_a_job_does_not_have_is_named(tmp_path: Path) -> No
     assert "no equivalent: --fp8-recipe" in comments
 
 
+def test_a_byte_order_mark_is_no_part_of_the_configuration(tmp_path: Path) -> None:
+    text = '\ufeff{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}'
+    _, spec = imported(tmp_path / "ds.json", text, "--gpus", 8)
+    assert spec["training"]["globalBatchSize"] == 64
+
+
 def test_a_quote_that_nothing_closes_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(f'{QUOTED}echo "--num-layers\n')

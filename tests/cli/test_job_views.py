@@ -99,6 +99,12 @@ def test_a_job_that_no_operator_has_reported_on_says_how_to_find_out():
     assert "meshwright doctor" in " ".join(lines)
 
 
+def test_a_job_of_another_controller_is_not_one_that_the_operator_has_missed():
+    job = made({}, managedBy="kueue.x-k8s.io/multikueue")
+    assert job.message.startswith("Waits for the controller `kueue.x-k8s.io/multikueue`, which has not reported")
+    assert "doctor" in made({}, managedBy="meshwright.dev/operator").message
+
+
 @pytest.mark.parametrize(
     ("reason", "says"),
     [("Queued", "the operator places the job at its turn"), ("ClaimNotFound", "waits for something else first")],
@@ -107,6 +113,22 @@ def test_explain_says_what_comes_before_the_nodes(reason, says):
     status = running(conditions=[condition("Ready", "False", reason), condition("Placed", "False", reason)])
     nodes = [node(name, gpus=2) for name in ("n0", "n1")]
     assert says in dict(facts(made(status), ClusterView(nodes)))["Fits now"]
+
+
+def test_a_job_that_may_not_grow_yet_says_when():
+    def growth(**elastic: Any) -> str:
+        status = running(replicas=1, elastic={"wantedReplicas": 2, **elastic})
+        lines = status_lines(JobView(made(status, elastic={"pauseSeconds": 120}), []), NOW, 120)
+        return next((line for line in lines if line.startswith("Growth")), "")
+
+    def at(seconds: float) -> str:
+        return (NOW + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    after = "`elastic.pauseSeconds` after the last resize"
+    assert growth(resizedTime=at(-30)) == f"Growth      in 90s at the earliest: {after}"
+    assert growth(resizedTime=at(-130)) == ""
+    failed = "Growth      in 100s at the earliest: an attempt to grow has failed"
+    assert growth(resizedTime=at(-30), retryTime=at(100)) == failed
 
 
 def test_explain_says_that_the_reasons_are_those_of_more_replicas():

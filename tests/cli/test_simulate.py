@@ -185,6 +185,7 @@ def test_a_ledger_is_shown_next_to_its_simulation(tmp_path: Path) -> None:
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "Ledger       0.866" in result.stdout
     assert "(depends on the cluster)" in result.stdout
+    assert "planner's estimate" not in result.stdout, "the times of steps are those of the ledger"
     found = simulated("-f", path, "--replay")
     assert found["job"]["mtbfSeconds"] == pytest.approx(460_000 / 12)
     assert found["job"]["stepSeconds"] == 20
@@ -201,6 +202,8 @@ def test_a_ledger_is_shown_next_to_its_simulation(tmp_path: Path) -> None:
         (("-f", PRODUCTION, "--mtbf", "often"), "`often` is not a duration"),
         (("-f", PRODUCTION, "--step", "0"), "--step: must be above 0"),
         (("-f", PRODUCTION, "--interval", "0"), "--interval: must be above 0"),
+        (("-f", PRODUCTION, "--replay", "--mtbf", "8h"), "--mtbf cannot be used with --replay, which takes it from"),
+        (("-f", PRODUCTION, "--replay", "--node-failures", 4), "--node-failures cannot be used with --replay"),
         (("-f", PRODUCTION, "--replay"), "`status` is missing: use the output of `kubectl get ptj NAME -o yaml`"),
         (("-f", EXAMPLES / "torch-ddp.yaml", "--mtbf", "8h"), "--interval: required for a job with `runtime.command`"),
         (("-f", "missing.yaml"), "No such file"),

@@ -276,3 +276,19 @@ def test_words_that_kubectl_reads_as_true_or_false_are_not_strings(tmp_path: Pat
         assert f"or the word in the file in quotes: YAML reads {words} alike" in result.output
     path.write_text(text.replace(": N,", ": 'N',").replace("NO", "'NO'").replace(": on}", ": 'on'}"))
     assert CliRunner().invoke(main, ["validate", str(path)]).exit_code == 0
+
+
+def test_numbers_dates_and_merges_are_those_of_kubectl(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "apiVersion: meshwright.dev/v1alpha1\nkind: ParallelTrainingJob\n"
+        "metadata: {name: a, labels: {begun: 2026-01-02}}\nspec:\n"
+        "  model: {layers: 2, hiddenSize: 64, intermediateSize: 192, heads: 4, vocabSize: 257}\n"
+        "  data: {source: PythonStdlib}\n"
+        "  training:\n"
+        "    {steps: 2e1, globalBatchSize: 8, sequenceLength: 64, optimizer: {learningRate: 3e-4}}\n"
+        "  workers: {<<: {image: w}, gpusPerWorker: 1, env: [{name: AT, value: 12:30:00}]}\n"
+    )
+    for command in ("validate", "plan"):
+        result = CliRunner().invoke(main, [command, str(path)])
+        assert result.exit_code == 0, result.output

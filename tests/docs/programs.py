@@ -214,6 +214,7 @@ _CHECKS: dict[str, Callable[[list[str]], list[str]]] = {
             "export",
             "git",
             "grep",
+            "jq",
             "ls",
             "mkdir",
             "pip",

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 
 from meshwright.api.labels import ANNOTATION_CHECKPOINT
+from meshwright.api.status import CheckpointRequestStatus
+from meshwright.protocol.messages import AgentState, CheckpointAnswer, CheckpointTier, Progress
+from meshwright_operator.decide.decide_job import decide
+from tests.operator.builders import agents, ago, observed, report, running_status
 from tests.operator.test_elastic import edit
 from tests.operator.test_gang_races import command, small
 from tests.operator.world import JOBS, Operator, World
@@ -146,3 +150,22 @@ async def test_ranks_that_stop_before_they_save_fail_the_request() -> None:
     edit(world, "job", suspend=True)
     await world.run(60)
     assert answer(world)["state"] == "Failed"
+
+
+def test_a_request_that_cannot_be_saved_says_why_and_waits() -> None:
+    """`meshwright checkpoint now` waits until the storage works again: it must not wait without a word."""
+    asked = CheckpointRequestStatus(request="a", state="Requested", time=ago(30), generation=1, step=40)
+
+    def told(*errors: str) -> CheckpointRequestStatus:
+        tiers = [CheckpointTier(place=f"/tier-{number}", error=error) for number, error in enumerate(errors)]
+        answers = {"checkpoint_tiers": tiers, "checkpoint_request": CheckpointAnswer(request="a", step=41)}
+        sent = report(0, AgentState.RUNNING, progress=Progress(step=45, loss=1.0), **answers)
+        status = running_status(checkpoint_request=asked)
+        found = decide(observed(status=status, received=agents([sent]), checkpoint=CHECKPOINT)).status
+        assert found.checkpoint_request is not None
+        return found.checkpoint_request
+
+    full = "No space left on device"
+    assert told(full).message.startswith(f"No checkpoint can be saved: {full}. The ranks try again")
+    assert told(full).state == "Requested"
+    assert told(full, "").message == "The ranks save a checkpoint after their current step"

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
+from meshwright.api.conditions import CHECKPOINT_HEALTHY
+from meshwright.api.status import CheckpointStatus, Condition, EvaluationStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState, CheckpointCommit, Evaluation, Progress
 from meshwright_operator.decide import decide_job
 from meshwright_operator.decide.agents import Agents
@@ -65,6 +66,28 @@ def test_suspension_deletes_pods_and_is_true_when_they_are_gone() -> None:
     third = decide(observed([], second.status, received=Agents()))
     assert conditions(third)["Suspended"][0] == "False"
     assert third.place is not None
+
+
+@pytest.mark.parametrize(
+    ("saved", "healthy", "said"),
+    [
+        (20, False, "All pods have exited. Latest checkpoint: step 20. Steps 21 to 90 could not be saved, and will be"),
+        (90, False, "All pods have exited. Latest checkpoint: step 90"),
+        (20, True, "All pods have exited. Latest checkpoint: step 20"),
+        (None, False, "All pods have exited. Steps 1 to 90 could not be saved, and will be repeated"),
+    ],
+)
+def test_suspension_says_which_steps_could_not_be_saved(saved: int | None, healthy: bool, said: str) -> None:
+    checkpoint = None if saved is None else CheckpointStatus(step=saved, time=ago(30), path="/c")
+    status = decide(observed(status=running_status(checkpoint=checkpoint), suspend=True)).status
+    status.step = 90
+    reason = "CheckpointSaved" if healthy else "SaveFailed"
+    moment = {"last_transition_time": ago(60), "observed_generation": 1}
+    known = Condition(type=CHECKPOINT_HEALTHY, status=str(healthy), reason=reason, message="", **moment)
+    status.conditions = [*status.conditions, known]
+    (event,) = decide(observed([], status, received=Agents(), suspend=True)).events
+    assert event.message.startswith(said)
+    assert event.type == ("Warning" if "could not" in said else "Normal")
 
 
 @pytest.mark.parametrize(("deadline", "fails"), [(80, True), (91, False)])

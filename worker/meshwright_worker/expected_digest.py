@@ -20,6 +20,7 @@ from meshwright.api.labels import KIND
 from meshwright.api.parsing import InvalidSpecError, parse_spec
 from meshwright.api.training import TrainingSpec
 from meshwright.data.errors import DataError
+from meshwright.kube_yaml import load_documents
 from meshwright_worker.data.mixture import Stream, open_stream
 from meshwright_worker.data.sample_assignment import is_federated
 from meshwright_worker.data.sample_order import SampleDigest
@@ -38,11 +39,11 @@ def main() -> None:
     try:
         spec = parse_spec(read_job(arguments.job))
         if spec.training is None or spec.data is None:
-            parser.error("the job has no `training` and `data`: Meshwright does not read the data of a command")
+            raise ValueError("the job has no `training` and `data`: Meshwright does not read the data of a command")
         steps = spec.training.steps if arguments.steps is None else arguments.steps
         digest = expected_digest(spec.data, spec.training, steps, arguments.data, spec.replicas)
     except (OSError, DataError, InvalidSpecError, yaml.YAMLError, ValueError) as error:
-        parser.error(str(error))
+        parser.exit(1, f"{parser.prog}: error: {error}\n")  # the usage would not help
     sys.stdout.write(f"{digest:016x}\n")
 
 
@@ -53,7 +54,7 @@ def read_job(path: Path) -> dict[str, Any]:
         ValueError: there is none, or more than one.
     """
     text = sys.stdin.read() if str(path) == "-" else path.read_text()
-    items = [item for item in yaml.safe_load_all(text) if isinstance(item, dict)]
+    items = [item for item in load_documents(text) if isinstance(item, dict)]
     jobs = [item for item in items if item.get("kind") == KIND]
     if len(jobs) != 1:
         raise ValueError(f"{path}: expected exactly one {KIND}, found {len(jobs)}")

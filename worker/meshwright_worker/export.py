@@ -44,7 +44,7 @@ def main() -> None:
         if model is not None and manifest.tokenizer is not None:
             tokenizer = ", ".join([tokenizer, *copy_companions(model, manifest.tokenizer, arguments.output)])
     except (OSError, ValueError) as error:
-        parser.error(str(error))
+        parser.exit(1, f"{parser.prog}: error: {error}\n")  # the usage would not help
     sys.stdout.write(f"step {manifest.state.step}: {len(files)} file(s) in {arguments.output}; {tokenizer}\n")
 
 

@@ -47,7 +47,7 @@ def main() -> None:
             parser.error(f"--prompt {arguments.prompt!r} has no tokens: pass a longer text")
         generated = _generate(arguments, layout, checkpoint, manifest, tokenizer, prompt)
     except (OSError, ValueError) as error:
-        parser.error(str(error))
+        parser.exit(1, f"{parser.prog}: error: {error}\n")  # the usage would not help
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stdout.write(arguments.prompt + continuation(tokenizer, prompt, generated) + "\n")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from meshwright_cli.client.async_client import AsyncClient
@@ -34,7 +36,9 @@ def now(job: str, waits: bool, timeout: float | None, output: str | None, access
         request = await client.request_checkpoint(job)
         if waits and output is None:
             click.echo("asked for a checkpoint; Ctrl-C ends only the wait for it", err=True)
-        return await client.requested_checkpoint(job, request, timeout=timeout) if waits else await client.get(job)
+        if not waits:
+            return await client.get(job)
+        return await client.requested_checkpoint(job, request, timeout=timeout, notify=partial(click.echo, err=True))
 
     found = access.run(ask)
     saved = found.status.checkpoint_request

@@ -60,7 +60,15 @@ class Kind:
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
-        """The URL path of a collection (without `namespace`: of all namespaces), an object or a subresource."""
+        """The URL path of a collection (without `namespace`: of all namespaces), an object or a subresource.
+
+        Raises:
+            NotFoundError: `name` or `namespace` cannot be a name. Without a name, as from an unset variable of a
+                shell, the path would be that of the collection, and DELETE would delete every object in it.
+        """
+        for text in (name, namespace or None):
+            if text is not None and (text in ("", ".", "..") or not set(text).isdisjoint("/%?#")):
+                raise NotFoundError(f"`{text}` is not the name of an object")
         parts = ["/apis", self.group, self.version] if self.group else ["/api", self.version]
         if self.namespaced and namespace:
             parts += ["namespaces", namespace]

@@ -79,19 +79,27 @@ class AsyncClient:
         """Close every connection."""
         await self.server.close()
 
-    async def submit(self, manifest: Manifest, *, dry_run: bool = False) -> Job:
+    async def submit(self, manifest: Manifest, *, dry_run: bool = False, within: str | None = None) -> Job:
         """Apply a manifest with exactly one job, and the objects that it needs, as server-side apply does.
 
         Args:
             manifest: a path, an object, or several objects.
             dry_run: let the API server validate everything, and store nothing.
+            within: reject objects that name another namespace, as kubectl does with `--namespace`.
 
         Raises:
-            ManifestError: it cannot be read, or does not contain exactly one job.
+            ManifestError: it cannot be read, does not contain exactly one job, or names another namespace.
             RejectedError: the API server rejected an object; the message names the field.
         """
         items, name = _objects(manifest)
         job = only_job(items, name)
+        for item in items:
+            stated = item["metadata"].get("namespace")
+            if within and stated and stated != within:
+                raise ManifestError(
+                    f"{name}: {item['kind']} {item['metadata']['name']}: `metadata.namespace` is `{stated}`, and -n is "
+                    f"`{within}`: leave one of them out"
+                )
         applied = job
         for item in items:
             answer = await self.apply(item, dry_run=dry_run)
@@ -283,9 +291,9 @@ class AsyncClient:
             RejectedError: the API server or a rule of the job rejects the number.
         """
         action = Action("patch", JOBS, self.namespace, name, "scale")
-        path = JOBS.path(self.namespace, name, "scale")
         body = {"spec": {"replicas": replicas}}
         try:
+            path = JOBS.path(self.namespace, name, "scale")
             await self.server.request("PATCH", path, action, body=body, content_type=MERGE_PATCH)
         except NotFoundError:
             raise await self._missing(name) from None
@@ -311,31 +319,45 @@ class AsyncClient:
         await self._patch(name, {"metadata": {"annotations": {ANNOTATION_CHECKPOINT: request}}})
         return request
 
-    async def requested_checkpoint(self, name: str, request: str, *, timeout: float | None = None) -> Job:  # noqa: ASYNC109
+    async def requested_checkpoint(
+        self,
+        name: str,
+        request: str,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+        notify: Notify = _ignore,
+    ) -> Job:
         """Wait until a requested checkpoint is durable, and return the job.
 
         Args:
             name: name of the job.
             request: what `request_checkpoint` has returned.
             timeout: seconds; None: unlimited.
+            notify: is called with the reason if the ranks cannot save, and try again.
 
         Raises:
             JobFailedError: there is no such checkpoint, for example because the job is not running.
             WaitTimeoutError: it was not durable in time.
         """
-        latest = await self.get(name)
+        latest, asked, problem = await self.get(name), "", ""
         try:
             async with asyncio.timeout(timeout):
                 async for job in self.watch(name):
                     if job is None:
                         raise JobFailedError(f"{name} was deleted before it saved the checkpoint")
                     latest, found = job, job.status.checkpoint_request
-                    if found is not None and found.request == request and found.state == "Failed":
+                    if found is None or found.request != request:
+                        continue
+                    if found.state == "Failed":
                         raise JobFailedError(f"{name}: {found.message}")
-                    if found is not None and found.request == request and found.state == "Saved":
+                    if found.state == "Saved":
                         return job
+                    asked = asked or found.message
+                    if found.message != asked and not problem:  # later ones differ only in the step
+                        notify(found.message)
+                    problem = found.message if found.message != asked else ""
         except TimeoutError:
-            now = f"It is {latest.state}: {latest.message}".rstrip(": ")
+            now = problem or f"It is {latest.state}: {latest.message}".rstrip(": ")
             raise WaitTimeoutError(f"{name} did not save the checkpoint within {timeout:g} s. {now}") from None
         raise JobFailedError(f"{name} was deleted before it saved the checkpoint")
 
@@ -459,9 +481,9 @@ class AsyncClient:
 
     async def _patch(self, name: str, body: KubeObject) -> Job:
         action = Action("patch", JOBS, self.namespace, name)
-        path = JOBS.path(self.namespace, name)
         params = {"fieldManager": CLI_FIELD_MANAGER}
         try:
+            path = JOBS.path(self.namespace, name)
             return Job(
                 await self.server.request("PATCH", path, action, params=params, body=body, content_type=MERGE_PATCH)
             )
@@ -470,6 +492,8 @@ class AsyncClient:
 
     async def _missing(self, name: str) -> NotFoundError:
         """The error for a job that does not exist, with the names that do."""
+        if not name:
+            return NotFoundError("the name of the job is empty: set the variable of the shell that has it")
         here = [job.name for job in await self.list()]
         text = f"no job `{name}` in namespace `{self.namespace}`"
         if near := nearest(name, here):

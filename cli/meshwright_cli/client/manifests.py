@@ -11,6 +11,7 @@ import yaml
 
 from meshwright.api.labels import KIND
 from meshwright.api.objects import KubeObject
+from meshwright.kube_yaml import load_documents
 from meshwright_cli.client.errors import ManifestError
 
 STDIN = "-"
@@ -44,7 +45,7 @@ def parse_manifest(text: str, name: str) -> list[KubeObject]:
         ManifestError: it is not valid YAML, or a document is not a Kubernetes object.
     """
     try:
-        documents = [document for document in yaml.safe_load_all(text) if document is not None]
+        documents = load_documents(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ManifestError(f"{name}: not valid YAML: {error}") from error
     return checked(documents, name)

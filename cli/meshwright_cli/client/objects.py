@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.api import conditions
-from meshwright.api.labels import LABEL_INCARNATION, LABEL_WORKER
+from meshwright.api.labels import LABEL_INCARNATION, LABEL_WORKER, MANAGER
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_known_fields, parse_status
 from meshwright.api.spec import ParallelTrainingJobSpec
@@ -19,6 +19,9 @@ from meshwright.printable import printable
 from meshwright_cli.client.html import job_page
 
 NOT_REPORTED = "No operator has reported on this job yet. If that stays so, `meshwright doctor` says why"
+OTHER_MANAGER = (
+    "Waits for the controller `{0}`, which has not reported: with `spec.managedBy`, the operator ignores the job"
+)
 
 
 class Job:
@@ -89,7 +92,10 @@ class Job:
     @property
     def message(self) -> str:
         """The message of the condition `Ready`. Before the operator has written a condition: what to do about that."""
-        return printable(conditions.message(self.status.conditions)) if self.status.conditions else NOT_REPORTED
+        if self.status.conditions:
+            return printable(conditions.message(self.status.conditions))
+        manager = (self.raw.get("spec") or {}).get("managedBy") or MANAGER
+        return NOT_REPORTED if manager == MANAGER else printable(OTHER_MANAGER.format(manager))
 
     def is_true(self, condition: str) -> bool:
         """Whether a condition is True."""

@@ -192,6 +192,11 @@ async def _profiled(
         raise WaitTimeoutError(
             f"{job} did not complete step {steps.stop - 1} within {seconds:g} s: it has completed step {reached}"
         ) from None
+    except NotFoundError:
+        state = (await client.get(job)).state
+        raise NotFoundError(
+            f"a pod of these ranks has ended or was replaced: {job} is {state}. Profile it again once it is Running"
+        ) from None
     finally:
         remove = ("python", "-c", _REMOVE, name)
         # An error here must not hide the result. Ranks delete traces too, before their next profile.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
 from meshwright.data.documents import SkippedRecords
 from meshwright.data.errors import DataError
-from meshwright.data.files import Directory, open_directory
-from meshwright.data.shards import SHARD_TOKENS, TokenShards, TokensManifest
+from meshwright.data.files import Directory, FileEntry, open_directory
+from meshwright.data.shards import MANIFEST, SHARD_TOKENS, TokenShards, TokensManifest
 from meshwright.data.tokenize import Progress as Done
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import open_tokenizer
@@ -103,7 +104,8 @@ def tokenize_command(
             def report_progress(done: Done) -> None:
                 bar.update(task, completed=done.bytes, total=done.of_bytes, description=done.file[-40:] or "done")
 
-            manifest, skipped = tokenize(token_source, tokenizer, target, report_progress, shard_tokens)
+            entries = _without_tokens(token_source.files())
+            manifest, skipped = tokenize(token_source, tokenizer, target, report_progress, shard_tokens, entries)
     _print_skipped(console, skipped)
     click.echo(_summary(manifest))
 
@@ -157,6 +159,20 @@ def show_command(directory: str, start: int, count: int, tokenizer_file: Path | 
         )
     click.echo(_summary(shards.manifest))
     click.echo(tokenizer.decode(tokens))
+
+
+def _without_tokens(entries: list[FileEntry]) -> list[FileEntry]:
+    """The files to tokenize.
+
+    Raises:
+        DataError: some are tokens of an earlier run, whose bytes would be read as text.
+    """
+    for entry in entries:
+        if posixpath.basename(entry.name) == MANIFEST:
+            raise DataError(
+                f"{entry.name}: its directory has tokens, which are no text: exclude it with `data.pattern`"
+            )
+    return entries
 
 
 def _summary(manifest: TokensManifest) -> str:

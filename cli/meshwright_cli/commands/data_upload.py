@@ -13,7 +13,7 @@ import secrets
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -46,7 +46,7 @@ with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
             out.flush()
             os.fsync(out.fileno())
         os.replace(path + ".part", path)
-        total.update(member.name.encode() + b"\\0")
+        total.update(member.name.encode("utf-8", "surrogateescape") + b"\\0")
         count, size = count + 1, size + member.size
 print(json.dumps({"files": count, "bytes": size, "sha256": total.hexdigest()}))
 """
@@ -99,13 +99,22 @@ def _files(directory: Path) -> list[Path]:
     """The files below a directory, by name.
 
     Raises:
-        click.ClickException: there is none.
+        click.ClickException: there is none, or a link has files that would be missing on the claim unnoticed.
     """
-    found = sorted(path for path in directory.rglob("*") if path.is_file())
+    found = sorted(directory.rglob("*"))
     visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(directory).parts)]
-    if not visible:
+    for path in visible:
+        if path.is_symlink() and path.is_dir():
+            raise click.ClickException(
+                f"{path} is a link to a directory, and links are not followed: upload that directory with "
+                f"`--to {path.relative_to(directory)}`, or put it in the place of the link"
+            )
+        if path.is_symlink() and not path.exists():
+            raise click.ClickException(f"{path} is a link without a target: restore the target, or remove the link")
+    files = [path for path in visible if path.is_file()]
+    if not files:
         raise click.ClickException(f"{directory} has no file to upload")
-    return visible
+    return files
 
 
 class _Kubectl:
@@ -194,13 +203,17 @@ def _send(
     total, size = hashlib.sha256(), 0
     with kubectl.start(words) as process:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), tarfile.open(fileobj=process.stdin, mode="w|") as archive:
+        with (
+            contextlib.suppress(BrokenPipeError),
+            # A file with two names is sent twice: the pod reads a stream, and cannot go back to the first.
+            tarfile.open(fileobj=process.stdin, mode="w|", dereference=True) as archive,
+        ):
             for path in files:
                 name = path.relative_to(directory).as_posix()
-                with path.open("rb") as source:
+                with _readable(path, process), path.open("rb") as source:
                     entry = archive.gettarinfo(arcname=name, fileobj=source)
                     archive.addfile(entry, _Hashing(source, total))
-                total.update(name.encode() + b"\0")
+                total.update(name.encode("utf-8", "surrogateescape") + b"\0")
                 size += entry.size
             archive.addfile(tarfile.TarInfo(".end"))
         with contextlib.suppress(BrokenPipeError):
@@ -209,6 +222,22 @@ def _send(
         lines = errors.decode(errors="replace").strip().splitlines()
         raise click.ClickException(f"the transfer failed: {lines[-1] if lines else f'exit code {process.returncode}'}")
     return {"files": len(files), "bytes": size, "sha256": total.hexdigest()}, json.loads(out)
+
+
+@contextlib.contextmanager
+def _readable(path: Path, process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Reads a file.
+
+    Raises:
+        click.ClickException: it cannot be read, or becomes shorter meanwhile. The transfer is ended.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        process.kill()
+        raise click.ClickException(f"{path}: {error.strerror or error}") from None
 
 
 class _Hashing:

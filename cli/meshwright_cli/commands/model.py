@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import yaml
 
+from meshwright.kube_yaml import dump_document
 from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.reader import (
     architecture_from_json,
@@ -35,7 +35,7 @@ def model(config: Path) -> None:
         raise click.ClickException(f"{path}: {error}{_counted(text)}") from None
     click.echo(f"# {found.parameters:,} parameters")
     fields = to_model_spec(found).model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    click.echo(yaml.safe_dump({"model": fields}, sort_keys=False), nl=False)
+    click.echo(dump_document({"model": fields}), nl=False)
 
 
 def _counted(text: str) -> str:

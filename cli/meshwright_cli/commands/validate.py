@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +15,13 @@ from meshwright.api.labels import KIND, PLURAL, SHORT_NAME, SINGULAR
 from meshwright.api.parsing import parse_spec
 from meshwright.crd.manifest_check import check_manifest, check_mistakes
 from meshwright.crd.schema_check import ManifestProblem
+from meshwright.kube_yaml import load_documents
 from meshwright.profiles.document import Profiles
 from meshwright_cli.fabric import parse_fabric_file
 from meshwright_cli.plan.pod_additions import parse_profile_file, profile_of
 
 _STDIN = Path("-")
 _OURS = {name.lower() for name in (KIND, PLURAL, SINGULAR, SHORT_NAME, "paralleltrainjob", "trainingjob")}
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Rejects keys that are there twice, as the API server does."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """See `yaml.SafeLoader.construct_mapping`."""
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is there twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-# kubectl reads these letters as YAML 1.1 does, so that `name: N` is not a string. PyYAML leaves them out.
-_StrictLoader.bool_values = {**yaml.SafeLoader.bool_values, "y": True, "n": False}
-_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^[yYnN]$"), list("yYnN"))
 
 
 @click.command()
@@ -120,7 +101,7 @@ def _check_file(file: Path, profiles: Profiles | None = None) -> list[dict[str, 
     name = "(standard input)" if file == _STDIN else str(file)
     try:
         text = sys.stdin.read() if file == _STDIN else file.read_text()
-        documents = [one for one in yaml.load_all(text, _StrictLoader) if one is not None]  # noqa: S506 - a SafeLoader
+        documents = load_documents(text)
     except OSError as error:
         return [_result(name, "", "", [ManifestProblem("(file)", str(error.strerror))])]
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.api import labels
 from meshwright.api.objects import KubeObject
-from meshwright_cli.client.api_server import CLAIMS, DEFINITIONS, JOBS, NODES, PODS, Action, Kind
+from meshwright_cli.client.api_server import CLAIMS, DEFINITIONS, JOBS, NAMESPACES, NODES, PODS, Action, Kind
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.errors import DefinitionMissingError, ForbiddenError, NotFoundError
 from meshwright_cli.cluster_fabric import cluster_documents
@@ -56,6 +56,8 @@ class Facts:
     """Claims of all namespaces, or of the namespace if only these may be seen."""
     fabrics: Items | None = ()
     """ConfigMaps with the fabric of the site."""
+    namespace_missing: bool = False
+    """Whether the namespace is known not to exist. Who may do everything may do it there too."""
     user_lacks: Sequence[Right] = ()
     """Rights that the user does not have in the namespace."""
     operator_lacks: Mapping[str, Sequence[Right]] | None = field(default_factory=dict)
@@ -83,6 +85,7 @@ async def read_facts(client: AsyncClient) -> Facts:
         "claims": reader.collect("claims", CLAIMS),
         "fabrics": reader.fabrics(),
         "definition": reader.definition(),
+        "namespace_missing": reader.namespace_missing(),
         "user_lacks": reader.lacking((*USER_RIGHTS, *SOME_COMMANDS), client.namespace),
     }
     found: dict[str, Any] = dict(zip(lists, await asyncio.gather(*lists.values()), strict=True))
@@ -110,6 +113,13 @@ class _Reader:
             except (DefinitionMissingError, NotFoundError):
                 return []
         return None
+
+    async def namespace_missing(self) -> bool:
+        """Whether the namespace does not exist. False if the user may not see that."""
+        try:
+            return await self._client.server.find(NAMESPACES, self._client.namespace) is None
+        except ForbiddenError:
+            return False
 
     async def fabrics(self) -> Items | None:
         """The ConfigMaps with a fabric, or None if ConfigMaps may not be listed."""

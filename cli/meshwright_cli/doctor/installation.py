@@ -247,6 +247,10 @@ def check_operator_rights(facts: Facts) -> Iterator[Finding]:
 def check_user_rights(facts: Facts) -> Iterator[Finding]:
     """The user may use the commands of this program in the namespace."""
     name = "Your rights"
+    if facts.namespace_missing:
+        fix = f"Create it with `kubectl create namespace {facts.namespace}`, or select another one with -n"
+        yield error(name, f"namespace {facts.namespace} does not exist", fix)
+        return
     lacking = facts.user_lacks or ()
     if needed := [right for right in lacking if right not in SOME_COMMANDS]:
         fix = "Ask an administrator for the role `edit` in this namespace, which the chart extends"

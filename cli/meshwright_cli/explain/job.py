@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import click
 
@@ -18,7 +19,8 @@ from meshwright_cli.explain.placed import placed_facts
 from meshwright_cli.jobs.access import Access, cluster_options
 from meshwright_cli.jobs.output import colored, next_command, output_option, width, wrapped
 from meshwright_cli.jobs.placement_tree import placement_tree
-from meshwright_cli.jobs.status_view import last_failure
+from meshwright_cli.jobs.status_view import growth_wait, last_failure
+from meshwright_cli.jobs.visible import visible
 
 LABEL = 12
 
@@ -35,9 +37,9 @@ def job(job: str, output: str | None, access: Access) -> None:
     The cluster is read with your rights; what you may not see is left out.
     """
 
-    async def read(client: AsyncClient) -> tuple[Job, Sequence[WorkerPod], ClusterView]:
+    async def read(client: AsyncClient) -> tuple[Job, Sequence[WorkerPod] | None, ClusterView]:
         found = await client.get(job)
-        pods = await client.pods(job)
+        pods = await visible(client.pods(job), [], "list pods")
         return found, pods, await read_cluster(client) if waits_for_nodes(found) else ClusterView()
 
     found, pods, cluster = access.run(read)
@@ -49,7 +51,7 @@ def job(job: str, output: str | None, access: Access) -> None:
     next_command("status", found.name)
 
 
-def explanation(job: Job, pods: Sequence[WorkerPod], cluster: ClusterView, columns: int) -> list[str]:
+def explanation(job: Job, pods: Sequence[WorkerPod] | None, cluster: ClusterView, columns: int) -> list[str]:
     """The explanation as lines. Pure."""
     lines = [f"{job.namespace}/{job.name}  {colored(job.state)}"]
     texts = dict.fromkeys(text for _, text in _messages(job))
@@ -84,7 +86,8 @@ def facts(job: Job, cluster: ClusterView) -> list[tuple[str, str]]:
     failure = last_failure(job)
     failures = [("Failure", failure)] if failure else []
     if not waits_for_nodes(job):
-        return [*placed_facts(job), *failures]
+        growth = growth_wait(job, datetime.now(UTC))
+        return [*placed_facts(job), *([("Growth", growth)] if growth else []), *failures]
     found = [*pending_facts(job, cluster), *failures]
     if cluster.hidden:
         found.append(("Hidden", f"you may not {', or '.join(cluster.hidden)}: the rest is from the job's conditions"))

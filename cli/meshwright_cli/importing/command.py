@@ -14,6 +14,7 @@ import yaml
 
 from meshwright.api import labels
 from meshwright.crd.manifest_check import check_manifest, check_mistakes
+from meshwright.kube_yaml import dump_document, load_documents
 from meshwright_cli.importing import deepspeed, kubernetes, megatron, torchtitan
 from meshwright_cli.importing.settings import Imported, ImportFileError
 
@@ -69,14 +70,13 @@ def import_job(
     }
     for line in comments(found, job):
         click.echo(f"# {line}")
-    click.echo(yaml.safe_dump(job, sort_keys=False), nl=False)
+    click.echo(dump_document(job), nl=False)
 
 
 def _text(file: Path) -> str:
-    """The content of a file or of standard input."""
-    if file == _STDIN:
-        return sys.stdin.read()
-    return file.read_text(encoding="utf-8")
+    """The content of a file or of standard input, without the byte order mark of some editors."""
+    text = sys.stdin.read() if file == _STDIN else file.read_text(encoding="utf-8")
+    return text.removeprefix("\ufeff")
 
 
 def imported(text: str, gpus: int | None) -> Imported:
@@ -113,7 +113,7 @@ def comments(found: Imported, job: dict[str, Any]) -> Iterator[str]:
 def _objects(text: str) -> list[dict[str, Any]]:
     """The Kubernetes objects of a YAML or JSON file. Empty if it has anything else."""
     try:
-        documents = [one for one in yaml.safe_load_all(text) if one is not None]
+        documents = load_documents(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return []
     found = []

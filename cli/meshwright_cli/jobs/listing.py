@@ -16,6 +16,7 @@ from meshwright_cli.jobs.changes import ChangedRows, ChangeLines
 from meshwright_cli.jobs.list_view import list_header, list_lines, list_row
 from meshwright_cli.jobs.output import formatted, next_command, output_option, table, watch_option, width
 from meshwright_cli.jobs.status_view import JobView, next_step, status_lines
+from meshwright_cli.jobs.visible import visible
 from meshwright_cli.text import age
 
 WARNINGS = 3
@@ -68,8 +69,11 @@ def status(job: str, watches: bool, output: str | None, access: Access) -> None:
 
     async def read(client: AsyncClient) -> JobView:
         found = await client.get(job)
-        warnings = [event for event in await client.events(job) if event.warning]
-        return JobView(found, await client.pods(job), warnings[-WARNINGS:])
+        hidden: list[str] = []
+        events = await visible(client.events(job), hidden, "list events")
+        pods = await visible(client.pods(job), hidden, "list pods")
+        warnings = [event for event in events or () if event.warning]
+        return JobView(found, pods, warnings[-WARNINGS:], hidden)
 
     if output in ("json", "yaml", "name"):
         click.echo(formatted(access.run(lambda client: client.get(job)).raw, output))

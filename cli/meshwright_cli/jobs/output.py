@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
-import yaml
 
 from meshwright.api.labels import GROUP, SINGULAR
+from meshwright.kube_yaml import dump_document
 from meshwright_cli.client.objects import Job
 
 WIDTH = 100
@@ -60,7 +60,7 @@ def formatted(document: Any, output: str) -> str:
     body = document if items is None else {"apiVersion": "v1", "kind": "List", "items": items}
     body = _without_managers(body)
     if output == "yaml":
-        return str(yaml.safe_dump(body, sort_keys=False, allow_unicode=True)).rstrip("\n")
+        return dump_document(body).rstrip("\n")
     return json.dumps(body, indent=2, ensure_ascii=False)
 
 

@@ -25,17 +25,19 @@ class Branch:
     children: list[Branch] = field(default_factory=list)
 
 
-def placement_tree(status: ParallelTrainingJobStatus, pods: Sequence[WorkerPod], *, every_worker: bool) -> list[str]:
+def placement_tree(
+    status: ParallelTrainingJobStatus, pods: Sequence[WorkerPod] | None, *, every_worker: bool
+) -> list[str]:
     """Lines of the tree.
 
     Args:
         status: the job's status.
-        pods: its pods.
+        pods: its pods. None if they are not known: no states are shown.
         every_worker: list all workers of a large job too.
     """
     if status.placement is None:
         return []
-    states = {pod.worker: pod for pod in newest_pods(pods)}
+    states = {pod.worker: pod for pod in newest_pods(pods)} if pods is not None else None
     layout = layout_of(status.plan)
     racks: dict[str, list[WorkerPlacement]] = defaultdict(list)
     for entry in status.placement.workers:
@@ -44,7 +46,7 @@ def placement_tree(status: ParallelTrainingJobStatus, pods: Sequence[WorkerPod],
     summarize = len(status.placement.workers) > MAX_WORKERS and not every_worker
     branches = []
     for rack in sorted(racks):
-        workers = [_worker(entry, states.get(entry.worker), layout) for entry in racks[rack]]
+        workers = [_worker(entry, states, layout) for entry in racks[rack]]
         if summarize:
             branches.append(_summary(rack, racks[rack], states, workers))
             continue
@@ -74,13 +76,20 @@ def coordinates(layout: Layout | None, ranks: range | None) -> str:
     return ", ".join(parts)
 
 
-def _worker(entry: WorkerPlacement, pod: WorkerPod | None, layout: Layout | None) -> Branch:
-    state = "no pod" if pod is None else pod.state
+def _worker(entry: WorkerPlacement, states: Mapping[int, WorkerPod] | None, layout: Layout | None) -> Branch:
+    pod = states.get(entry.worker) if states is not None else None
+    state = _state(entry, states)
     moved = f" on {pod.node}" if pod is not None and pod.node and pod.node != entry.node else ""
     ranks = parse_ranks(entry.ranks)
     count = "rank" if ranks is not None and len(ranks) == 1 else "ranks"
     name = f"worker {entry.worker}"
     return Branch((entry.node, name, f"{count} {entry.ranks}", f"{state}{moved}", coordinates(layout, ranks)))
+
+
+def _state(entry: WorkerPlacement, states: Mapping[int, WorkerPod] | None) -> str:
+    if states is None:
+        return ""
+    return states[entry.worker].state if entry.worker in states else "no pod"
 
 
 def _nodes_by_domain(workers: Sequence[WorkerPlacement]) -> dict[str, set[str]]:
@@ -106,16 +115,17 @@ def _by_domain(entries: Sequence[WorkerPlacement], workers: Sequence[Branch], sh
 
 
 def _summary(
-    rack: str, entries: Sequence[WorkerPlacement], states: Mapping[int, WorkerPod], workers: Sequence[Branch]
+    rack: str, entries: Sequence[WorkerPlacement], states: Mapping[int, WorkerPod] | None, workers: Sequence[Branch]
 ) -> Branch:
     """A rack in one line, and below it the workers that do not run."""
     nodes = len({entry.node for entry in entries})
-    now = [states[entry.worker].state if entry.worker in states else "no pod" for entry in entries]
+    text = f"{f'rack {rack}' if rack else 'no rack'}: {plural(nodes, 'node')}, {plural(len(entries), 'worker')}"
+    if states is None:
+        return Branch((text,))
+    now = [_state(entry, states) for entry in entries]
     counted = ", ".join(f"{count:,} {state}" for state, count in Counter(now).most_common())
-    text = (
-        f"{f'rack {rack}' if rack else 'no rack'}: {plural(nodes, 'node')}, {plural(len(entries), 'worker')}: {counted}"
-    )
-    return Branch((text,), [worker for worker, state in zip(workers, now, strict=True) if state != "Running"])
+    stopped = [worker for worker, state in zip(workers, now, strict=True) if state != "Running"]
+    return Branch((f"{text}: {counted}",), stopped)
 
 
 def _aligned(branches: Sequence[Branch]) -> list[str]:

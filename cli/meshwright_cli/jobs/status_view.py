@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from meshwright.api import conditions
 from meshwright.api.status import LimitKind
@@ -13,6 +13,7 @@ from meshwright_cli.client.objects import Job, JobEvent, WorkerPod, parse_time
 from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.jobs.output import colored, wrapped
 from meshwright_cli.jobs.placement_tree import placement_tree
+from meshwright_cli.jobs.visible import hidden_note
 from meshwright_cli.text import age, duration, plural
 
 LABEL = 12
@@ -24,9 +25,12 @@ class JobView:
     """A job with what is shown about it."""
 
     job: Job
-    pods: Sequence[WorkerPod]
+    pods: Sequence[WorkerPod] | None
+    """None if the user may not list them."""
     warnings: Sequence[JobEvent] = ()
     """Its latest warnings."""
+    hidden: Sequence[str] = ()
+    """What the user may not see, such as `list pods`."""
 
 
 def status_lines(view: JobView, now: datetime, columns: int, *, every_worker: bool = False) -> list[str]:
@@ -35,7 +39,7 @@ def status_lines(view: JobView, now: datetime, columns: int, *, every_worker: bo
     title = f"{job.namespace}/{job.name}  {colored(job.state)}"
     lines = [f"{title}  {_headline(job)}".rstrip()]
     lines += wrapped(job.message, columns) if job.message and not _is_plain_running(job) else []
-    facts = [(name, value) for name, value in _facts(job, now) if value]
+    facts = [(name, value) for name, value in [*_facts(job, now), ("Hidden", hidden_note(view.hidden))] if value]
     if facts:
         lines.append("")
     for name, value in facts:
@@ -83,6 +87,7 @@ def _facts(job: Job, now: datetime) -> list[tuple[str, str]]:
     return [
         ("Layout", _layout(job)),
         ("Ranks", _ranks(job)),
+        ("Growth", growth_wait(job, now)),
         ("Training", _training(job)),
         ("Checkpoint", _checkpoint(job, now)),
         ("Best", _best(job)),
@@ -166,6 +171,21 @@ def _ranks(job: Job) -> str:
     wanted = elastic.wanted_replicas if elastic else None
     replicas = f", {status.replicas} of {plural(wanted, 'replica')}" if wanted else ""
     return f"{status.ready_ranks} ready{replicas}{generation}" if status.ready_ranks else ""
+
+
+def growth_wait(job: Job, now: datetime) -> str:
+    """Why an elastic job that is smaller than wanted does not grow yet. Empty if it does not wait for a time."""
+    elastic, wished = job.status.elastic, job.spec.elastic
+    if elastic is None or wished is None or job.is_true(conditions.RESCALING) or not job.is_true(conditions.READY):
+        return ""
+    if not job.status.replicas or not elastic.wanted_replicas or job.status.replicas >= elastic.wanted_replicas:
+        return ""
+    resized, retry = parse_time(elastic.resized_time), parse_time(elastic.retry_time)
+    pause, after = timedelta(seconds=wished.pause_seconds), "`elastic.pauseSeconds` after the last resize"
+    ends = [] if resized is None else [(resized + pause, after)]
+    ends += [] if retry is None else [(retry, "an attempt to grow has failed")]
+    end, why = max(ends, default=(now, ""))
+    return f"in {duration((end - now).total_seconds())} at the earliest: {why}" if end > now else ""
 
 
 def _training(job: Job) -> str:

@@ -48,7 +48,7 @@ def submit(
     """
 
     async def run(client: AsyncClient) -> Job:
-        job = await client.submit(manifest, dry_run=dry_run)
+        job = await client.submit(manifest, dry_run=dry_run, within=access.namespace)
         where = client.server.connection.where
         print_job(
             job, output, f"{'would be submitted' if dry_run else 'submitted'} to namespace {job.namespace} of {where}"

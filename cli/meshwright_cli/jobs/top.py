@@ -24,6 +24,7 @@ from meshwright_cli.jobs.list_view import list_lines
 from meshwright_cli.jobs.output import WIDTH
 from meshwright_cli.jobs.status_view import JobView
 from meshwright_cli.jobs.top_view import TopView, top_lines
+from meshwright_cli.jobs.visible import visible
 
 AT_ONCE = 16
 """Pods that are read at the same time."""
@@ -71,7 +72,11 @@ class JobScreen:
 
     async def lines(self, columns: int, height: int) -> list[str]:
         """Read everything again, and return the lines."""
-        job, pods = await self._client.get(self._name), await self._client.pods(self._name)
+        job, hidden = await self._client.get(self._name), list[str]()
+        pods = await visible(self._client.pods(self._name), hidden, "list pods")
+        if pods is None:
+            nothing = {"": f"you may not {hidden[0]}"}
+            return top_lines(TopView(JobView(job, None), (), nothing), datetime.now(UTC), columns, height)
         if self._before is None:
             self._before, unreachable = await self._samples(pods)
             if self._before:

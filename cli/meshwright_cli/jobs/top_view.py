@@ -34,7 +34,7 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
     job = top.view.job
     if not top.times:
         reason = next(iter(top.unreachable.values()), "the job has no running pod")
-        if top.unreachable and job.state != "Running":
+        if top.unreachable and job.state != "Running" and top.view.pods is not None:
             reason = "the pods are not ready yet"
         often = "written every 10 s, less often if hundreds of jobs train"
         note = f"No metrics of ranks: {reason}. This is the status, which is {often}."

@@ -12,6 +12,7 @@ import yaml
 from meshwright.api.labels import GPU_RESOURCE, KIND
 from meshwright.api.parsing import InvalidSpecError, parse_spec
 from meshwright.crd.manifest_check import check_manifest
+from meshwright.kube_yaml import load_documents
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.errors import PlanError
@@ -168,7 +169,7 @@ def job_of_manifest(filename: Path) -> dict[str, Any]:
         click.ClickException: the file cannot be read, does not contain exactly one job, or a cluster would reject it.
     """
     try:
-        documents = list(yaml.safe_load_all(filename.read_text()))
+        documents = load_documents(filename.read_text())
     except OSError as error:
         raise click.ClickException(f"{filename}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -50,6 +50,10 @@ def _print_inputs(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
+_FROM_LEDGER = ("nodes", "mtbf", "node-failures", "repair", "step", "days", "inputs")
+"""Options for what `--replay` takes from the job's status, or does not simulate."""
+
+
 @click.command()
 @manifest_parameter
 @click.option(
@@ -124,6 +128,11 @@ def _check_options(options: dict[str, Any]) -> None:
     """
     if options["mtbf"] is not None and options["node_failures"] is not None:
         raise click.ClickException("--mtbf cannot be used with --node-failures: leave one of them out")
+    for name in _FROM_LEDGER if options["replays"] else ():
+        if options[name.replace("-", "_")] is not None:
+            raise click.ClickException(
+                f"--{name} cannot be used with --replay, which takes it from the job's status: leave one of them out"
+            )
     for name in ("mtbf", "step", "interval"):
         if options[name] is not None and options[name] <= 0:
             advice = "; for a job without failures use --node-failures 0" if name == "mtbf" else ""
@@ -172,7 +181,8 @@ def _setting(planned: PlannedJob, inputs: Inputs, options: dict[str, Any]) -> tu
         recovery=spec.recovery,
         inputs=inputs,
     )
-    _check_failures(setting)
+    if not options["replays"]:
+        _check_failures(setting)
     return setting, source, notes
 
 
@@ -203,6 +213,8 @@ def _mtbf(nodes: int, options: dict[str, Any]) -> tuple[float, str]:
 def _step(planned: PlannedJob, options: dict[str, Any]) -> tuple[float, tuple[str, ...]]:
     if options["step"] is not None:
         return options["step"], ()
+    if options["replays"]:  # the ledger has it
+        return planned.step_seconds or 1.0, ()
     if planned.step_seconds is None:
         if planned.steps is not None:
             raise click.ClickException("--step: the planner has no estimate for this job: give the time of a step")

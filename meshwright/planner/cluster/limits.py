@@ -13,6 +13,9 @@ from math import inf
 
 from meshwright.planner.cluster.inventory import Inventory
 
+RESERVED = "reserved for job "
+"""Why a node is excluded that another job will get, before that job's name."""
+
 _MAX_NAMED = 3
 USABLE_FRACTION = 0.97
 """Fraction of a GPU's memory that an estimate may fill. Context and fragmentation are in the estimate."""

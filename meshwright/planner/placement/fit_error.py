@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwright.planner.cluster.inventory import Inventory
-from meshwright.planner.cluster.limits import excluded_nodes
+from meshwright.planner.cluster.limits import RESERVED, excluded_nodes
 from meshwright.planner.cluster.pod_resources import Resources
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape, why_too_small
@@ -160,7 +160,9 @@ def _too_small_when_empty(
     every = replace(empty, nodes={name: replace(node, unusable="") for name, node in empty.nodes.items()})
     blocks = FreeCapacity(plan, every, {}, levels.base).total_blocks()
     if blocks >= shape.blocks:
-        return []
+        # Nodes that are reserved for another job are usable again without anyone's help.
+        waits = bool(inventory.usable) or any(why.startswith(RESERVED) for why in inventory.excluded.values())
+        return [] if waits else ["No node is usable: correct what excludes them, or add nodes"]
     where = "all nodes, with the excluded ones" if inventory.unusable else "the usable nodes"
     if not blocks:
         none = f"without any other pod, no worker fits on {where}"

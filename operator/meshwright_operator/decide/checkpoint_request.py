@@ -7,6 +7,7 @@ train can save: the request of a job that does not run fails at once. Agents bef
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from meshwright.api.status import CheckpointRequestStatus
 from meshwright.protocol.messages import AgentState, WorkerReport
@@ -17,12 +18,14 @@ from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.mesh_generation import rank_zero_report
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.report_interval import HEARD_SECONDS
+from meshwright_operator.text import sentences
 from meshwright_operator.timestamps import format_time, seconds_since
 
 REQUESTED, SAVED, FAILED = "Requested", "Saved", "Failed"
 ANSWER_SECONDS = 60.0
 """Time for an agent to say that it has asked its ranks."""
 POLL_SECONDS = 2.0
+_ASKED = "The ranks save a checkpoint after their current step"
 _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,63}")
 
 
@@ -60,7 +63,7 @@ def _begin(decision: Decision, asked: str) -> None:
     if problem:
         _fail(decision, current, problem)
         return
-    current.message = "The ranks save a checkpoint after their current step"
+    current.message = _ASKED
     decision.add_event("CheckpointRequested", f"{current.message} (request {asked})")
     decision.requeue_within(POLL_SECONDS)
 
@@ -83,7 +86,16 @@ def _follow(decision: Decision, current: CheckpointRequestStatus) -> None:
         why = "rank 0 did not answer. Worker images before 0.2 cannot: use one of the operator's release"
         _fail(decision, current, why)
     else:
+        tiers = report.checkpoint_tiers if report is not None and agreed else []
+        current.message = _waiting_message([tier.error for tier in tiers])
         decision.requeue_within(POLL_SECONDS)
+
+
+def _waiting_message(errors: Sequence[str]) -> str:
+    """What the request waits for. `errors` are those of the last save on each tier: one that works is enough."""
+    if not errors or not all(errors):
+        return _ASKED
+    return sentences(f"No checkpoint can be saved: {errors[0]}", "The ranks try again when the next one is due")
 
 
 def _complete(decision: Decision, current: CheckpointRequestStatus, step: int) -> None:

@@ -41,7 +41,7 @@ from meshwright_operator.decide import (
 from meshwright_operator.decide.applied_spec import updated_applied_spec
 from meshwright_operator.decide.conditions import update_observed_generation
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING
+from meshwright_operator.decide.events import NORMAL, WARNING
 from meshwright_operator.decide.mesh_generation import next_generation
 from meshwright_operator.decide.observed import Observed, PodState, has_started
 from meshwright_operator.decide.restart_policy import Interruption, Undetermined
@@ -220,7 +220,9 @@ def _suspend(decision: Decision) -> None:
         decision.job_state("Suspending", f"Waiting for {counted(live, 'pod')} to save a checkpoint and exit")
         return
     if not is_true(observed.status.conditions, names.SUSPENDED):
-        decision.add_event("Suspended", _suspended_message(decision))
+        unsaved = _unsaved_steps(decision)
+        level = WARNING if unsaved else NORMAL
+        decision.add_event("Suspended", sentences(_suspended_message(decision), unsaved), level)
     decision.condition(names.SUSPENDED, True, "SuspendedByUser")
     decision.condition(names.PLACED, False, "Suspended")
     stuck = stuck_pods.describe(observed.stuck_pods)
@@ -231,6 +233,15 @@ def _suspended_message(decision: Decision) -> str:
     checkpoint = decision.status.checkpoint
     saved = f"Latest checkpoint: step {checkpoint.step}" if checkpoint else ""
     return sentences("All pods have exited", saved)
+
+
+def _unsaved_steps(decision: Decision) -> str:
+    """Which steps are lost, because checkpoints could not be saved. Empty if none is known to be."""
+    status, known = decision.status, find(decision.status.conditions, names.CHECKPOINT_HEALTHY)
+    saved = status.checkpoint.step if status.checkpoint is not None else 0
+    if known is None or known.status != "False" or (status.step or 0) <= saved:
+        return ""
+    return f"Steps {saved + 1} to {status.step} could not be saved, and will be repeated"
 
 
 def _resume(decision: Decision) -> None:

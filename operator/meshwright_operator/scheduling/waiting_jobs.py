@@ -18,6 +18,7 @@ from itertools import islice
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cluster.limits import RESERVED
 from meshwright.planner.cost_model import Calibration
 from meshwright.planner.placement import Placement
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS, NotGranted
@@ -290,7 +291,7 @@ class WaitingJobs:
             reserved = () if self._is_silent(member) else outcome.reserved
             member.fits, member.reserved = False, reserved
             claimed = () if self._is_silent(member) else outcome.claimed
-            member.claims = dict.fromkeys((*reserved, *claimed), f"reserved for job {member.request.key}")
+            member.claims = dict.fromkeys((*reserved, *claimed), f"{RESERVED}{member.request.key}")
             if explained:
                 self.note_answer(member, self.with_retry(member, not_granted(outcome)), basis)
         self._note_victims(member, outcome)

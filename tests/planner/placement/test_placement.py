@@ -371,6 +371,16 @@ def test_the_message_names_nodes_that_are_left_out() -> None:
         place(plan_of(2, 2, 1, 2), inventory(*nodes))
 
 
+def test_nothing_is_to_be_freed_if_no_node_is_usable() -> None:
+    message = fit_message(
+        plan_of(1, 1, 2, 2), inventory(*(node(f"n{i}", gpus=2, unschedulable=True) for i in range(5)))
+    )
+    assert message == (
+        "0 of 1 worker with 2 GPUs fits: 2 GPUs missing. Excluded nodes: 5 (5 cordoned). "
+        "No node is usable: correct what excludes them, or add nodes"
+    )
+
+
 def test_the_message_counts_reasons_when_many_nodes_are_left_out() -> None:
     nodes = [node(f"n{i}", gpus=2, unschedulable=True) for i in range(5)]
     with pytest.raises(DoesNotFitError, match=r"Excluded nodes: 5 \(5 cordoned\)"):

@@ -125,6 +125,21 @@ def test_records_that_are_read_as_text_are_a_probable_mistake(volume: Path, capl
     assert caplog.text == ""
 
 
+def test_tokens_that_are_read_as_text_are_a_probable_mistake(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenize(TextSource(LocalDirectory(volume / "a"), kind=DataFormat.JSON_LINES), ByteTokenizer(), volume / "tokens")
+    open_corpus(DataSpec(claim_name="v"), str(volume), "tokens")
+    assert "meshwright-tokens.json says that its directory has tokens" in caplog.text
+    caplog.clear()
+    open_corpus(DataSpec(claim_name="v", format=DataFormat.TOKENS), str(volume), "tokens")
+    assert caplog.text == ""
+
+
+def test_records_without_text_are_not_a_pattern_without_a_match(volume: Path) -> None:
+    (volume / "a" / "part.jsonl").write_text("broken\n" * 3)
+    with pytest.raises(DataError, match=r"no text in part.jsonl: all of 3 records cannot be read \(part.jsonl:1: not"):
+        open_corpus(records(on_corrupt_record=OnCorrupt.SKIP), str(volume), "a")
+
+
 def test_documents_that_cross_the_border_of_shards_are_whole(volume: Path) -> None:
     source = TextSource(open_directory(str(volume)), kind=DataFormat.JSON_LINES)
     tokenize(source, ByteTokenizer(), volume.parent / "one")

@@ -88,6 +88,8 @@ def test_islands_with_separate_corpora_each_read_their_own(tmp_path, monkeypatch
 )
 def test_manifests_without_data_are_refused(text, word, tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "job.yaml").write_text(text)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         printed(monkeypatch, capsys, str(tmp_path / "job.yaml"))
-    assert word in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert word in shown
+    assert (ended.value.code, "usage" in shown) == (1, False), "the command is right, its file is not"

@@ -54,6 +54,7 @@ def open_corpus(
     entries = matching_files(source, progress)
     if data.format is DataFormat.TEXT:
         _warn_of_records(entries)
+        _warn_of_tokens(entries)
         if data.tokenizer is Tokenizer.BYTE:
             return TextCorpus(directory, entries)
     return ShardCorpus(tokenized_shards(source, entries, open_data_tokenizer(data, root), progress))
@@ -67,6 +68,17 @@ def _warn_of_records(entries: Sequence[FileEntry]) -> None:
             "%d of %d files, such as %s, have a record in each line by their names, and each file is read as one text: "
             "set `data.format: JSONLines`, or exclude them with `data.pattern`",
             *(len(names), len(entries), names[0]),
+        )
+
+
+def _warn_of_tokens(entries: Sequence[FileEntry]) -> None:
+    """Warn of tokens that are read as text: their bytes would be trained on."""
+    names = [entry.name for entry in entries if posixpath.basename(entry.name) == MANIFEST]
+    if names:
+        log.warning(
+            "%s says that its directory has tokens of `meshwright data tokenize`, and their bytes are read as text: "
+            "set `data.format: Tokens`, or exclude them with `data.pattern`",
+            names[0],
         )
 
 

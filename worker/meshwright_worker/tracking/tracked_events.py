@@ -28,7 +28,7 @@ class TrackingProcess:
     """The process, as rank 0 sees it. No method raises or waits, except `close`."""
 
     def __init__(self, start: Start) -> None:
-        self._failures, self._warned = 0, False
+        self._failures, self._warned = 0, set[str]()
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
@@ -48,7 +48,7 @@ class TrackingProcess:
         self._send(json.dumps(step_record(report, generation)))
 
     def failures(self) -> int:
-        """Return the number of failures since the last call. The first one is logged."""
+        """Return the number of failures since the last call. The first one of each tracker is logged."""
         self._read_failures()
         count, self._failures = self._failures, 0
         return count
@@ -60,7 +60,7 @@ class TrackingProcess:
             except (BlockingIOError, ValueError, OSError):
                 content = b""
             for line in content.splitlines():
-                self._failed(line.decode(errors="replace"))
+                self._failed(*_failure(line.decode(errors="replace")))
 
     def close(self) -> None:
         """Let the process write what it has, for a limited time."""
@@ -86,11 +86,22 @@ class TrackingProcess:
             self._failed(f"has ended: {error}")
             self._process = None
 
-    def _failed(self, reason: str) -> None:
+    def _failed(self, reason: str, tracker: str = "") -> None:
         self._failures += 1
-        if not self._warned:
-            self._warned = True
-            log.warning("tracking failed; training continues. Further failures are only counted: %s", reason)
+        if tracker in self._warned or (self._warned and not tracker):  # the process ends because of what it has named
+            return
+        self._warned.add(tracker)
+        where = f"{tracker}: " if tracker else ""
+        log.warning("tracking failed; training continues. Further failures are only counted: %s%s", where, reason)
+
+
+def _failure(line: str) -> tuple[str, str]:
+    """(reason, tracker) of a line that the process has written."""
+    try:
+        found = json.loads(line)
+        return str(found["reason"]), str(found["tracker"])
+    except (ValueError, TypeError, KeyError):
+        return line, ""
 
 
 class TrackedEvents:
