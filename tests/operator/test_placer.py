@@ -119,6 +119,29 @@ async def test_a_job_leaves_the_queue_when_it_needs_no_nodes(how: str) -> None:
     assert isinstance(await tenants.ask(tenants.request("next", 2)), Granted)
 
 
+@pytest.mark.parametrize("how", ["deleted", "withdrawn", "placed"])
+async def test_an_edit_that_waits_for_its_turn_is_tried_when_the_job_ahead_leaves_the_queue(how: str) -> None:
+    """The job ahead claims no nodes: it would only fit if the one with the edit stopped."""
+    tenants = Tenants(4)
+    await tenants.start("runs", 2)
+    urgent = tenants.request("urgent", 3, priority=5)
+    assert isinstance(await tenants.ask(urgent), NotGranted)
+    edit = replace(tenants.request("runs", 2), restarts=True)
+    answer = await tenants.scheduler.try_edit(edit)
+    assert isinstance(answer, NotGranted)
+    assert answer.waits_for_turn
+    await tenants.freed()
+    if how == "deleted":
+        del tenants.cache.jobs[urgent.key]
+        tenants.scheduler.forget(urgent.uid)
+    elif how == "withdrawn":
+        tenants.scheduler.withdraw(urgent.uid)
+    else:
+        assert isinstance(await tenants.ask(replace(urgent, plan=tenants.request("small", 2).plan)), Granted)
+    assert "default/runs" in await tenants.freed()
+    assert not isinstance(await tenants.scheduler.try_edit(edit), NotGranted)
+
+
 async def test_what_a_cancelled_request_would_have_got_stays_free() -> None:
     tenants = Tenants(2)
     task = asyncio.create_task(tenants.ask(tenants.request("gone", 2)))

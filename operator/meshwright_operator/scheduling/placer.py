@@ -153,6 +153,7 @@ class Placer:
     def withdraw(self, uid: str) -> None:
         """Removes a job from the queue, because it needs no more nodes."""
         if self._jobs.remove(uid):
+            self._turn_may_have_come()
             self._on_freed()  # The policy may let another job of the namespace wait.
 
     def withdraw_edit(self, uid: str) -> None:
@@ -324,8 +325,7 @@ class Placer:
             return await self._place(call)
         request, purpose = call.request, call.purpose
         trial = self._trials.get((request.uid, purpose))
-        if trial is not None and trial.attempted == self._capacity.freed and trial.request.same_as(request):
-            # Foreign pods were listed, and nothing became free.
+        if trial is not None and trial.request.same_as(request) and self._still_does_not_fit(trial):
             trial.request = request
             return trial.answer
         outcome = await self._jobs.attempt(request, explain=purpose is Purpose.EDIT)
@@ -338,6 +338,10 @@ class Placer:
         answer = NotGranted(excess, reason=POLICY_EXCEEDED) if excess else not_granted(outcome)
         self._trials[request.uid, purpose] = _Trial(request, answer, self._capacity.counted_freed)
         return answer
+
+    def _still_does_not_fit(self, trial: _Trial) -> bool:
+        """Whether a trial would fail again: foreign pods were listed, and nothing became free."""
+        return trial.attempted == self._capacity.freed and not trial.answer.waits_for_turn
 
     def _reserve(self, request: PlacementRequest, purpose: Purpose, placement: Placement) -> None:
         """Keeps the nodes that an edit or a growth gets from other jobs."""
@@ -383,8 +387,18 @@ class Placer:
             self._jobs.release_claims(member, set(granted.placement.nodes.values()))
             for trial in self._trials.values():
                 trial.attempted = -1
+        self._turn_may_have_come()
         head = self.queue.ordered(self._capacity.view.gpus_in_use)[:WAKE_COUNT]
         return replace(granted, wake=tuple(other.request.key for other in head))
+
+    def _turn_may_have_come(self) -> None:
+        """Tries edits again that fit, but for a job ahead of them, because a job has left the queue.
+
+        It need not have claimed nodes: beside the pods of the job with the edit, it may not have fitted.
+        """
+        for trial in self._trials.values():
+            if trial.answer.waits_for_turn:
+                trial.attempted = -1
 
     async def _try_trial_again(self, trial: _Trial) -> None:
         """Tries the edit or the growth of a running job after a change, and wakes the job if it fits."""
