@@ -503,6 +503,23 @@ def test_submit_and_wait_exits_with_the_result_of_the_job(server, namespace, tmp
             assert changed.stderr.endswith("does not run again: this has no effect\n")
 
 
+@pytest.mark.parametrize("option", ["--wait", "--follow"])
+def test_a_job_that_is_deleted_when_it_has_completed_has_completed(server, namespace, tmp_path, option):
+    """As with `ttlSecondsAfterFinished: 0`."""
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job("brief")))
+    complete = [condition("Complete", "True", "Completed"), condition("Ready", "True", "Completed")]
+
+    def end() -> None:
+        write_status(server, namespace, "brief", running(60, conditions=complete))
+        server.call("DELETE", f"{JOBS.format(namespace)}/brief")
+
+    timer = later(1.0, end)
+    result = server.cli("submit", str(file), option, "--timeout", "60s", "-n", namespace)
+    timer.join()
+    assert "Completed" in result.stderr
+
+
 def test_scale_waits_until_that_many_replicas_train(server, namespace):
     """An elastic job is running while it grows."""
     server.cli("submit", "-", "-n", namespace, text=yaml.safe_dump(job("lm")))

@@ -308,6 +308,7 @@ def test_a_cluster_without_meshwright_is_named_so(tmp_path, request):
         embedded = "embedded" in findings["API server"]["message"]
         assert ("meshwright-operator --co" if embedded else "helm install") in findings["Operator"]["fix"]
         assert "no node advertises" in findings["GPU resource"]["message"]
+        assert findings["Storage"]["level"] == ("ok" if embedded else "warning")
         assert server.cli("doctor", code=1)
 
 

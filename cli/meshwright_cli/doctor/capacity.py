@@ -13,7 +13,7 @@ from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.topology.site import FabricError, parse_fabric
 from meshwright_cli.client.objects import pod_state
 from meshwright_cli.cluster_fabric import KEY, fabric_of
-from meshwright_cli.doctor.facts import Facts
+from meshwright_cli.doctor.facts import EMBEDDED, Facts
 from meshwright_cli.doctor.findings import Finding, error, ok, skipped, warning
 from meshwright_cli.text import plural
 
@@ -135,6 +135,8 @@ def check_storage(facts: Facts) -> Iterator[Finding]:
         names = ", ".join(one["metadata"]["name"] for one in facts.classes)
         if defaults:
             yield ok(name, f"default StorageClass {defaults[0]['metadata']['name']}")
+        elif facts.version.endswith(EMBEDDED) and not facts.classes:
+            yield ok(name, "the embedded cluster makes a directory for each claim without a class")
         else:
             have = f"there are {names}" if names else "there is no StorageClass at all"
             fix = "Name a class with ReadWriteMany in `spec.storageClassName` of each claim, or mark one as default"

@@ -32,6 +32,9 @@ LEASES = Kind("coordination.k8s.io", "v1", "leases", "Lease")
 STORAGE_CLASSES = Kind("storage.k8s.io", "v1", "storageclasses", "StorageClass", namespaced=False)
 OPERATOR_SELECTOR = "app.kubernetes.io/name=meshwright,app.kubernetes.io/component=operator"
 
+EMBEDDED = "-meshwright-embedded"
+"""End of the version of embedded clusters."""
+
 Items = Sequence[KubeObject]
 
 

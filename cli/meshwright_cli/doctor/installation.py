@@ -12,7 +12,7 @@ from meshwright.api.labels import VERSION
 from meshwright.api.objects import KubeObject
 from meshwright.crd.definition import custom_resource_definition
 from meshwright_cli.client.objects import parse_time, pod_state
-from meshwright_cli.doctor.facts import Facts, argument
+from meshwright_cli.doctor.facts import EMBEDDED, Facts, argument
 from meshwright_cli.doctor.findings import Finding, error, ok, skipped, warning
 from meshwright_cli.doctor.rights import QUEUE_RIGHTS, SOME_COMMANDS
 from meshwright_cli.text import duration
@@ -23,8 +23,6 @@ LEASES = ("meshwright-operator", "meshwright")
 """Names of the Lease: the operator's default, and that of a release called `meshwright`."""
 UPGRADE = "Upgrade the chart, or apply the definition: `meshwright crd | kubectl apply --server-side -f -`"
 MAX_NAMED = 5
-EMBEDDED = "-meshwright-embedded"
-"""End of the version of embedded clusters, in which no Deployment can run."""
 
 
 def check_version(facts: Facts) -> Iterator[Finding]:
@@ -94,7 +92,7 @@ def check_operator(facts: Facts) -> Iterator[Finding]:
 
 
 def _not_installed(facts: Facts) -> Finding:
-    if facts.version.endswith(EMBEDDED):
+    if facts.version.endswith(EMBEDDED):  # no Deployment runs there
         fix = "Run it in another terminal: `meshwright-operator --coordinator-listen 127.0.0.1:9470`"
         return error("Operator", "no operator runs for this embedded cluster", fix)
     fix = "Install it: `helm install meshwright helm/meshwright --namespace meshwright --create-namespace`"

@@ -59,18 +59,18 @@ def submit(
             return job
         client.namespace = job.namespace
         if not follow:
-            await wait_and_report(client, job.name, COMPLETE, timeout, quiet=False)
+            done = await wait_and_report(client, job.name, COMPLETE, timeout, quiet=False)
         else:
-            await follow_to_end(client, job.name, timeout)
-        return await client.get(job.name)
+            done = await follow_to_end(client, job.name, timeout)
+        return done or job  # not read again: with `ttlSecondsAfterFinished: 0` it is gone by now
 
     job = access.run(run)
     if not dry_run and output is None:
         next_command("status", job.name) if not job.finished else next_command("logs", job.name, "--tail", "20")
 
 
-async def follow_to_end(client: AsyncClient, name: str, seconds: float | None) -> None:
-    """Print the log of the pod with rank 0 until the job has finished.
+async def follow_to_end(client: AsyncClient, name: str, seconds: float | None) -> Job | None:
+    """Print the log of the pod with rank 0 until the job has finished, and return it.
 
     Raises:
         JobFailedError: the job failed or stalled. The message is its own.
@@ -83,7 +83,7 @@ async def follow_to_end(client: AsyncClient, name: str, seconds: float | None) -
 
     reader = asyncio.create_task(show())
     try:
-        await wait_and_report(client, name, COMPLETE, seconds, quiet=False)
+        return await wait_and_report(client, name, COMPLETE, seconds, quiet=False)
     finally:
         await asyncio.wait([reader], timeout=DRAIN_SECONDS)
         reader.cancel()
