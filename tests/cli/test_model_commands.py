@@ -297,6 +297,14 @@ def test_a_list_shows_evaluation_losses_and_the_best(tmp_path: Path, monkeypatch
     assert shown[1][0].split() == ["STEP", "STATE", "SIZE", "LAYOUT", "PLACE"]
 
 
+def test_a_list_without_the_step_says_so(tmp_path: Path):
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    assert CliRunner().invoke(main, ("checkpoint", "list", f"{checkpoints}")).output == "no checkpoints\n"
+    shown = CliRunner().invoke(main, ("checkpoint", "list", f"{checkpoints}", "--step", "1200")).output
+    assert shown == "no checkpoint of step 1,200\n"
+
+
 class Result:
     returncode = 0
     stdout = ""

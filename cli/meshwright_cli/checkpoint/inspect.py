@@ -82,7 +82,8 @@ def list_checkpoints(inspect: Inspect, output: str | None) -> None:
         click.echo(json.dumps([*found], indent=2))
         return
     if not found:
-        click.echo("no checkpoints")
+        step = click.get_current_context().params["step"]
+        click.echo("no checkpoints" if step is None else f"no checkpoint of step {step:,}")
         return
     now = datetime.now(UTC)
     rows = [
