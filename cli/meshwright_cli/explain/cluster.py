@@ -9,9 +9,9 @@ from meshwright.api.objects import KubeObject
 from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 from meshwright_cli.client.api_server import NODES, PODS
 from meshwright_cli.client.async_client import AsyncClient
-from meshwright_cli.client.errors import ForbiddenError
 from meshwright_cli.client.objects import Job
 from meshwright_cli.cluster_fabric import cluster_fabric
+from meshwright_cli.jobs.visible import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +30,8 @@ class ClusterView:
 async def read_cluster(client: AsyncClient) -> ClusterView:
     """Read nodes, pods and jobs. What is forbidden is left out, and named."""
     hidden: list[str] = []
-    nodes: Sequence[KubeObject] = ()
-    pods: Sequence[KubeObject] = ()
-    jobs: Sequence[Job] = ()
-    try:
-        nodes = (await client.server.collect(NODES))[0]
-    except ForbiddenError:
-        hidden.append("list nodes")
-    try:
-        pods = (await client.server.collect(PODS))[0]
-    except ForbiddenError:
-        hidden.append("list pods of all namespaces")
-    try:
-        jobs = await client.list(all_namespaces=True)
-    except ForbiddenError:
-        hidden.append("list jobs of all namespaces")
-    return ClusterView(nodes, pods, jobs, hidden, await cluster_fabric(client))
+    nodes = await visible(client.server.collect(NODES), hidden, "list nodes")
+    pods = await visible(client.server.collect(PODS), hidden, "list pods of all namespaces")
+    jobs = await visible(client.list(all_namespaces=True), hidden, "list jobs of all namespaces")
+    fabric = await cluster_fabric(client)
+    return ClusterView(nodes[0] if nodes else (), pods[0] if pods else (), jobs or (), hidden, fabric)
