@@ -7,7 +7,9 @@ The group therefore stores, for each subcommand, its help line, its module and t
 from __future__ import annotations
 
 import difflib
+import errno
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -38,6 +40,17 @@ class LazyGroup(click.Group):
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._lazy = dict(lazy)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line. A full disk, which click leaves to Python, is one line and exit code 1."""
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            place = f"{error.filename}: " if error.filename else "cannot write: "
+            click.echo(f"Error: {place}{error.strerror}", err=True)
+            sys.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names in alphabetical order, without importing the commands."""

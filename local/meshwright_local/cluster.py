@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from meshwright.api import labels
+from meshwright_local.apiserver.admission import metadata
 from meshwright_local.controllers.base import Controller
 from meshwright_local.controllers.deployments import DeploymentController
 from meshwright_local.controllers.garbage_collector import GarbageCollector
@@ -211,11 +212,14 @@ class LocalCluster:
         """Add a node and start its agent. Return when it is registered.
 
         Raises:
-            ValueError: A node of that name exists, or the network has no addresses for another node.
+            ValueError: The name is invalid or taken, or the network has no addresses for another node.
             RuntimeError: The cluster is not started, or cannot have simulated nodes.
         """
         if self._control_plane is None or self._control_plane.kubelet is None or self._network is None:
             raise RuntimeError("this cluster cannot have simulated nodes")
+        wrong = metadata.problem("subdomain", spec.name)
+        if wrong:
+            raise ValueError(f"{spec.name!r} cannot be the name of a node: {wrong}")
         if spec.name in self._agents:
             raise ValueError(f"{spec.name}: a node of that name already exists")
         network_part = next(

@@ -570,6 +570,13 @@ def test_explain_says_why_a_job_waits_and_whom_to_free(server, namespace):
     assert facts["Free"] == "3 of 4 GPUs on 2 usable nodes, at most 2 on one node"
     assert facts["Fits now"].startswith("`spec.replicas: 1`")
     assert facts["Free up"] == f"n1, which pod {namespace}/foreign (1 GPU) uses"
+    assert "Ahead" not in facts
+    for name, reason in (("urgent", "DoesNotFit"), ("paused", "Suspended")):
+        server.cli("submit", "-", "-n", namespace, text=yaml.safe_dump(job(name, priority=5)))
+        placed = condition("Placed", "False", reason)
+        write_status(server, namespace, name, {"observedGeneration": 1, "conditions": [placed]})
+    facts = parsed(server.cli("explain", "lm", "-o", "json", "-n", namespace))["facts"]
+    assert facts["Ahead"] == f"{namespace}/urgent: higher priority, or older"
 
 
 def test_completion_of_names(server, namespace, tmp_path):

@@ -52,6 +52,14 @@ def test_unknown_command_is_an_error():
     assert "No such command" in result.output
 
 
+@pytest.mark.parametrize("arguments", [["crd"], ["--help"]])
+def test_a_full_disk_is_one_line(arguments):
+    command = [sys.executable, "-c", "from meshwright_cli.main import main; main()", *arguments]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stderr) == (1, "Error: cannot write: No space left on device\n")
+
+
 @pytest.mark.parametrize(("value", "colored"), [("1", False), ("", True)])
 def test_no_color_turns_colors_off_in_a_terminal(value, colored, monkeypatch):
     @click.command()

@@ -87,6 +87,10 @@ async def test_nodes_come_and_go():
         await cluster.add_node(cluster.shape.node("rack5", "late"))
         with pytest.raises(ValueError, match="late: a node of that name already exists"):
             await cluster.add_node(cluster.shape.node("rack5", "late"))
+        with pytest.raises(ValueError, match="'' cannot be the name of a node"):
+            await cluster.add_node(cluster.shape.node("rack5", ""))
+        with pytest.raises(ValueError, match="'../late' cannot be the name of a node"):
+            await cluster.add_node(cluster.shape.node("rack5", "../late"))
         assert (await cluster.client.get(NODES, "late"))["metadata"]["labels"][LEAF_LABEL] == "rack5"
         await cluster.remove_node("late")
         assert await cluster.client.find(NODES, "late") is None

@@ -159,12 +159,12 @@ def _detail(job: Job | None) -> str:
 
 
 def _queue(job: Job, jobs: Sequence[Job]) -> list[tuple[str, str]]:
-    """The jobs that wait for nodes too, and come first."""
+    """The jobs that wait only for nodes and their turn too, and come first."""
 
     def turn(one: Job) -> tuple[int, str]:
         return -int((one.raw.get("spec") or {}).get("priority") or 0), str(one.created)
 
-    waiting = [one for one in jobs if one.uid != job.uid and waits_for_nodes(one)]
+    waiting = [one for one in jobs if one.uid != job.uid and _waits_for_turn(one)]
     ahead = sorted((one for one in waiting if turn(one) < turn(job)), key=turn)
     if not ahead:
         return []
@@ -176,6 +176,11 @@ def waits_for_nodes(job: Job) -> bool:
     """Whether a job has no placement because it does not fit, or because of its turn."""
     placed = conditions.find(job.status.conditions, conditions.PLACED)
     return not job.finished and placed is not None and placed.status == "False"
+
+
+def _waits_for_turn(job: Job) -> bool:
+    placed = conditions.find(job.status.conditions, conditions.PLACED)
+    return placed is not None and placed.reason in WAITS_FOR_TURN and waits_for_nodes(job)
 
 
 def _excluded(inventory: Inventory) -> list[tuple[str, str]]:
