@@ -183,12 +183,33 @@ def test_heads_of_different_ranks_drop_different_numbers(pool: RankPool) -> None
     assert first.losses == second.losses
 
 
-def test_a_part_that_only_one_replica_uses(pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "zero"),
+    mostly_long(
+        [
+            ({"data": 2}, 0),
+            ({"data": 2}, 1),
+            ({"data": 2}, 2),
+            ({"data": 2}, 3),
+            ({"data": 2, "tensor": 2}, 3),
+            ({"data": 4, "replicas": {"shard_size": 2}}, 3),
+        ],
+        lambda case: "tensor" not in case[0] and "replicas" not in case[0],
+    ),
+    ids=str,
+)
+def test_a_part_that_only_one_replica_uses(pool: RankPool, layout: dict[str, Any], zero: int) -> None:
     module = {"rare": True, "batch_norm": False}
     (alone,) = pool.run(train_tangle, small_run(), 0, STEPS, module, PLAN, torch.float64, 7)
-    for zero in (0, 1):
-        for ran in pool.run(train_tangle, small_run(data=2), zero, STEPS, module, PLAN, torch.float64, 7):
-            check(ran, alone)
+    for ran in pool.run(train_tangle, small_run(**layout), zero, STEPS, module, PLAN, torch.float64, 7):
+        check(ran, alone)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_part_that_no_replica_uses_is_rejected(pool: RankPool, zero: int) -> None:
+    module = {"rare": True, "batch_norm": False}
+    with pytest.raises(RankFailedError, match="no gradient was computed for rare.weight, rare.bias"):
+        pool.run(train_tangle, small_run(data=2), zero, STEPS, module)
 
 
 def test_what_would_be_wrong_is_rejected_on_every_rank(pool: RankPool) -> None:

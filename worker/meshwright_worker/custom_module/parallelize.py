@@ -29,7 +29,7 @@ from meshwright_worker.optimizers.bf16_adamw import BF16AdamW
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.data.data_parallel import DataParallel, NoReduction
 from meshwright_worker.parallel.data.ddp import BucketedAllReduce
-from meshwright_worker.parallel.data.fsdp import preallocate_fsdp_storage
+from meshwright_worker.parallel.data.fsdp import UsedParameters, preallocate_fsdp_storage
 from meshwright_worker.parallel.data.zero import ZeroShards
 from meshwright_worker.parallel.shards import ParameterShard, is_split_over_tensor
 from meshwright_worker.parallel.tensor.tensor_parallel import replace_with_local_parts
@@ -54,6 +54,8 @@ class ParallelModule:
     zero_stage: int
     gathers_parameters: bool
     """Whether replicas run every micro-batch at the same time, since they gather parameters for it."""
+    used: UsedParameters | None
+    """Set if backward passes reduce gradients themselves."""
 
 
 def parallelize(
@@ -77,9 +79,11 @@ def parallelize(
         apply_tensor_parallel(module, parts, mesh.device_mesh[TENSOR])
     has_replicas = mesh.replicas.size() > 1
     gathers_parameters = has_replicas and zero_stage >= 2
+    used: UsedParameters | None = None
     if gathers_parameters:
         apply_fsdp(module, parts, mesh.hsdp_mesh or mesh.replicas, zero_stage=zero_stage)
         preallocate_fsdp_storage(module)
+        used = UsedParameters(module)
         whole: Mapping[str, DTensor] = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
     else:
         whole = replace_with_local_parts(module)
@@ -95,7 +99,9 @@ def parallelize(
         data_parallel = ZeroShards(trained_shards, mesh, ParallelismSpec(zero_stage=1), 1, watch=False)
     optimizer = _optimizer(data_parallel, spec, seed)
     frozen = [one for one in shards if not one.parameter.requires_grad]
-    return ParallelModule(module, trained_shards, frozen, data_parallel, optimizer, zero_stage, gathers_parameters)
+    return ParallelModule(
+        module, trained_shards, frozen, data_parallel, optimizer, zero_stage, gathers_parameters, used
+    )
 
 
 def check_plan(module: nn.Module, plan: ParallelPlan, mesh: Mesh, zero_stage: int) -> ResolvedPlan:

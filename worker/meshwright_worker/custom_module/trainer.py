@@ -174,7 +174,7 @@ class CustomModuleTrainer:
             raise ValueError(
                 f"{', '.join(unfrozen)} was frozen when the trainer was created: create a new trainer to train it"
             )
-        used = [float(shard.parameter.grad is not None) for shard in self._parallel_module.trained_shards]
+        used = self._used()
         for shard in self._parallel_module.trained_shards:
             # This replica's batches do not use that part of the module; other replicas' batches may.
             if shard.parameter.grad is None:
@@ -183,6 +183,14 @@ class CustomModuleTrainer:
         if self._mesh.layout.tensor > 1:
             all_reduce_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
         return gradients, used
+
+    def _used(self) -> list[float]:
+        """1 for each trained parameter of which this rank's batches gave a gradient, 0 for the others."""
+        shards, used = self._parallel_module.trained_shards, self._parallel_module.used
+        if used is None:
+            return [float(shard.parameter.grad is not None) for shard in shards]
+        found = used.pop()
+        return [float(id(shard.parameter) in found) for shard in shards]
 
     def _sum(self, total: torch.Tensor, predicted: int, squares: torch.Tensor, used: list[float]) -> list[float]:
         """Sums over all ranks, in one reduction: of losses and what they are of, of squares and of `used`.

@@ -12,7 +12,8 @@ shards has `shardSize` replicas.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -195,12 +196,53 @@ class UnitReduction:
         if group._is_hsdp:
             # Sums that wait for the copies are flat, so they need the same parameters every time.
             for parameter in group.fsdp_params:
-                unsharded = parameter._unsharded_param
-                missing = parameter.unsharded_accumulated_grad is None and unsharded.grad is None
-                if unsharded.requires_grad and missing:
-                    dtype = parameter.reduce_dtype or unsharded.dtype
-                    parameter.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=dtype)
+                if _lacks_gradient(parameter):
+                    _set_zero_gradient(parameter)
         group.post_backward()
+
+
+class UsedParameters:
+    """Records the parameters that backward passes compute gradients of, and makes FSDP reduce zeros for the others.
+
+    FSDP leaves the others out. Replicas whose batches use different parameters of a unit, such as different experts,
+    would then reduce buffers of different sizes.
+
+    Args:
+        module: sharded by FSDP, with storage allocated (see `preallocate_fsdp_storage`).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._used: set[int] = set()
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                state: Any = part._get_fsdp_state()
+                for group in _parameter_groups(state, "use `zero_stage` 0 or 1"):
+                    # FSDP calls it by this name after the unit's backward pass.
+                    group.post_backward = partial(self._post_backward, group, group.post_backward)
+
+    def pop(self) -> set[int]:
+        """Ids of the parameters, as `named_parameters` has them, with a gradient since the last call."""
+        used, self._used = self._used, set()
+        return used
+
+    def _post_backward(self, group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+        for parameter in group.fsdp_params:
+            if not _lacks_gradient(parameter):
+                self._used.add(id(parameter.sharded_param))
+            elif group.reduce_grads:
+                _set_zero_gradient(parameter)
+        reduce(*unused)
+
+
+def _lacks_gradient(parameter: Any) -> bool:
+    unsharded = parameter._unsharded_param
+    return unsharded.requires_grad and parameter.unsharded_accumulated_grad is None and unsharded.grad is None
+
+
+def _set_zero_gradient(parameter: Any) -> None:
+    unsharded = parameter._unsharded_param
+    dtype = parameter.reduce_dtype or unsharded.dtype
+    parameter.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=dtype)
 
 
 def reshard(module: nn.Module) -> None:
