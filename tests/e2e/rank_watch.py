@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -59,9 +60,10 @@ class RankWatch:
 
     def look(self) -> None:
         """Read what agents have logged since the last look, and count the processes that live."""
-        for path in self.directory.glob("nodes/*/pods/*/logs/*/*.log"):
-            if path not in self._logs:
-                self._logs[path] = path.open(errors="replace")
+        with suppress(FileNotFoundError):  # of a pod that is removed now; the next look finds the others
+            for path in self.directory.glob("nodes/*/pods/*/logs/*/*.log"):
+                if path not in self._logs:
+                    self._logs[path] = path.open(errors="replace")
         for log in self._logs.values():
             where = log.tell()
             text = log.read()

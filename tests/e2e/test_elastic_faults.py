@@ -221,6 +221,8 @@ async def test_an_elastic_job_survives_random_faults(stage: Stage, recovery: str
         await faults.undo()
         await faults.settled()
         status = await finish(stage, faults)
+        if watching.done():
+            await watching  # its error
         ranks.look()
     finally:
         watching.cancel()
