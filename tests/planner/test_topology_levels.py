@@ -260,6 +260,16 @@ def test_preferred_levels_are_left_as_rarely_as_possible(found: Inventory, plan:
     assert excess(plan, found, placement.nodes, "preferred") == fewest
 
 
+def test_a_gang_that_fits_on_nodes_of_one_worker_each_may_be_closer_together_elsewhere() -> None:
+    """A domain has a node for each of three workers; a node outside it takes two."""
+    small = [node(f"n{index}", gpus=2, rack="r1", domain="d1") for index in range(1, 4)]
+    found = inventory(node("n0", gpus=4, rack=None, domain=None), *small)
+    plan = plan_with(preferred(pipeline="node"), pipeline=3, data=2, gpus=2)
+    placement = place(plan, found)
+    assert excess(plan, found, placement.nodes, "preferred") == 1
+    assert (placement.nodes[0], placement.nodes[1]) == ("n0", "n0")
+
+
 @given(clusters(), plans())
 @settings(max_examples=75, deadline=None)
 def test_status_has_the_closest_level_that_no_group_leaves(found: Inventory, plan: Plan) -> None:

@@ -2,8 +2,9 @@
 
 A bin with a capacity of u blocks has the fewest groups if its blocks form an almost square rectangle (weighted: see
 `lower_bound`). Each bin takes a rectangle off a corner of the remaining region, which leaves two smaller regions. A
-region that fits in one bin mostly goes to the tightest such bin. All choices come from a list of keys in [0, 1). Equal
-keys give equal placements, and changing a few keys changes a placement a little, which the search depends on.
+region that fits in one bin mostly goes to the tightest such bin. If blocks are apart in that bin, the region is
+sometimes divided nevertheless. All choices come from a list of keys in [0, 1). Equal keys give equal placements, and
+changing a few keys changes a placement a little, which the search depends on.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class RectanglePacker:
         self._grid = grid
         self._capacity = capacity
         self._open = [j for j, room in enumerate(capacity) if room > 0]
+        self._alone = problem.alone
         self._largest = max((capacity[j] for j in self._open), default=0)
         self._places_above = [list(dict.fromkeys(column[j] for j in self._open)) for column in problem.places[1:]]
         self._paths = [problem.bins[j].path[1:] for j in self._open]
@@ -104,7 +106,7 @@ class RectanglePacker:
             at += _KEYS_PER_STEP
             height, width = bottom - top, right - left
             j = self._bin_for(out_of_turn, size, order, free) if size <= self._largest else -1
-            if j < 0:
+            if j < 0 or (self._alone[j] and out_of_turn > _IN_TURN_BELOW):
                 turn = self._next_bin(out_of_turn, turn, order, free)
                 j = order[turn]
                 turn = (turn + 1) % len(order)
