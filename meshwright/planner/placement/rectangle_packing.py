@@ -2,9 +2,10 @@
 
 A bin with a capacity of u blocks has the fewest groups if its blocks form an almost square rectangle (weighted: see
 `lower_bound`). Each bin takes a rectangle off a corner of the remaining region, which leaves two smaller regions. A
-region that fits in one bin mostly goes to the tightest such bin. If blocks are apart in that bin, the region is
-sometimes divided nevertheless. All choices come from a list of keys in [0, 1). Equal keys give equal placements, and
-changing a few keys changes a placement a little, which the search depends on.
+region that fits in one bin mostly goes to the tightest such bin. It is sometimes divided nevertheless, more often if
+its blocks are apart in that bin, so that bins with little capacity are used too. All choices come from a list of keys
+in [0, 1). Equal keys give equal placements, and changing a few keys changes a placement a little, which the search
+depends on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ NEAR_SQUARE = 0.6
 """Shape key: the rectangle with the least perimeter for each block."""
 _ROWS = 0.4
 _IN_TURN_BELOW = 0.7
+"""Keys up to this take the next bin with capacity. Larger ones name a bin."""
+_WHOLE_BELOW = 0.9
+"""Keys up to this leave a region whole that fits in one bin, unless its blocks are apart there."""
 _KEYS_PER_STEP = 4
 
 
@@ -106,8 +110,9 @@ class RectanglePacker:
             at += _KEYS_PER_STEP
             height, width = bottom - top, right - left
             j = self._bin_for(out_of_turn, size, order, free) if size <= self._largest else -1
-            if j < 0 or (self._alone[j] and out_of_turn > _IN_TURN_BELOW):
-                turn = self._next_bin(out_of_turn, turn, order, free)
+            limit = _IN_TURN_BELOW if j < 0 or self._alone[j] else _WHOLE_BELOW
+            if j < 0 or out_of_turn > limit:
+                turn = self._next_bin(out_of_turn, limit, turn, order, free)
                 j = order[turn]
                 turn = (turn + 1) % len(order)
                 height, width = self._shape(shape, height, width, free[j])
@@ -139,10 +144,10 @@ class RectanglePacker:
         return [rank[-1] for rank in ranks]
 
     @staticmethod
-    def _next_bin(key: float, turn: int, order: Sequence[int], free: Sequence[int]) -> int:
+    def _next_bin(key: float, limit: float, turn: int, order: Sequence[int], free: Sequence[int]) -> int:
         """The next bin with capacity, or sometimes another one."""
-        if key > _IN_TURN_BELOW:
-            turn = int((key - _IN_TURN_BELOW) / (1 - _IN_TURN_BELOW) * len(order))
+        if key > limit:
+            turn = int((key - limit) / (1 - limit) * len(order))
         while not free[order[turn]]:
             turn = (turn + 1) % len(order)
         return turn

@@ -170,6 +170,14 @@ def test_cost_is_within_two_percent_of_the_exact_optimum_over_many_small_cluster
     assert optimal >= 0.95 * tried_count
 
 
+def test_stages_are_on_two_small_nodes_although_a_larger_one_takes_both() -> None:
+    """Two pipelines of 4 on nodes of 2, 2, 2, 1 and 1 in one zone: the fifth node, with 4, is in another."""
+    near = [node(f"n{index}", gpus=2, rack="r0", domain=f"d{index}", zone="z0") for index in range(3)]
+    small = [node("n3", gpus=1, rack="r0", domain="d3", zone="z0"), node("n4", gpus=1, rack="r1", zone="z0")]
+    far = node("n5", gpus=4, rack="r2", domain="d5", zone="z1")
+    assert place(plan_of(1, 4, 2, 1), inventory(*near, *small, far)).cost == 8
+
+
 @cache
 def fewest_pieces(groups: int, size: int, rooms: tuple[int, ...]) -> int | None:
     """By trying everything: the fewest bins beyond the first that groups use, summed; None when they do not fit."""
