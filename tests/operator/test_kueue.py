@@ -421,6 +421,36 @@ async def test_ranks_run_on_the_nodes_that_kueue_assigned_with_labels_and_tolera
     assert found.status("assigned")["mesh"]["generation"] == 1, "what Kueue adds is no edit"
 
 
+async def test_pods_get_what_admission_checks_require_of_them() -> None:
+    """The check ProvisioningRequest names the request whose nodes the pods use, in annotations."""
+    found = world()
+    for one in found.nodes.values():
+        one["metadata"]["labels"]["provisioned"] = "yes"
+        found.cluster.stamp(one)
+    found.operators[0].relist()
+    found.submit(queued("provisioned", 2))
+    await found.run(3)
+    consumes = {"autoscaling.x-k8s.io/consume-provisioning-request": "ptj-provisioned-check-1"}
+    update = {
+        "name": "workers",
+        "nodeSelector": {"provisioned": "yes"},
+        "labels": {"team": "a"},
+        "annotations": consumes,
+    }
+    check = {"name": "check", "state": "Ready", "message": "", "podSetUpdates": [update]}
+    found.kueue_says("provisioned", admissionChecks=[check])
+    found.admit("provisioned", 2)
+    await found.run(30)
+    assert found.true("provisioned", "Ready")
+    for obj in found.cluster.of("pods"):
+        assert obj["metadata"]["annotations"].items() >= consumes.items()
+        assert obj["metadata"]["labels"]["team"] == "a"
+        assert obj["metadata"]["labels"][labels.LABEL_JOB] == "provisioned"
+        assert obj["spec"]["nodeSelector"] == {"provisioned": "yes"}
+    await found.run(60)
+    assert found.status("provisioned")["mesh"]["generation"] == 1, "what a check adds is no edit"
+
+
 FLAVORS = "/apis/kueue.x-k8s.io/v1beta2/resourceflavors"
 
 
