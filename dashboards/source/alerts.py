@@ -31,6 +31,10 @@ def _condition(kind: str, status: str = "True") -> str:
     return f"{_of_job(f'ptj_job_status_condition{{{selector}}}')} == 1"
 
 
+OWN_STEPS = (
+    f"{_of_job('ptj_job_step')} - {SAME_JOB} ({_of_job('ptj_job_resumed_from_step')} or 0 * {_of_job('ptj_job_step')})"
+)
+"""Steps since the job began, which may be at the checkpoint of another run."""
 PLACED = Recording(
     "namespace_job_name:ptj_job_status_condition:placed",
     f"({_condition('Placed')}) unless {SAME_JOB} ({_condition('Complete|Failed|Suspended')})",
@@ -177,7 +181,7 @@ JOBS = (
         f"there is none after {CHECKPOINT_INTERVALS} intervals",
         f"((time() - {_of_job('ptj_job_last_checkpoint_timestamp_seconds')}) > {SAME_JOB}"
         f" clamp_min({CHECKPOINT_INTERVALS} * {_of_job('ptj_job_checkpoint_interval_seconds')}, "
-        f"{CHECKPOINT_MINUTES * 60}) or (({_of_job('ptj_job_step')} > {SAME_JOB}"
+        f"{CHECKPOINT_MINUTES * 60}) or (({OWN_STEPS} > {SAME_JOB}"
         f" {CHECKPOINT_INTERVALS} * {_of_job('ptj_job_checkpoint_interval_steps')})"
         f" unless {SAME_JOB} ptj_job_last_checkpoint_step)) and {SAME_JOB} {PLACED.name}",
         "5m",

@@ -189,6 +189,8 @@ def progress_cases() -> list[Case]:
 def restart_cases() -> list[Case]:
     """Cases of alerts about restarts and checkpoints."""
     saved, every = of_job("ptj_job_last_checkpoint_timestamp_seconds"), of_job("ptj_job_checkpoint_interval_seconds")
+    intervals = of_job("ptj_job_checkpoint_interval_steps")
+    continued = {of_job("ptj_job_resumed_from_step"): "5000x90", intervals: "10x90"}
     stale = Firing(
         "The latest checkpoint of ml/llama is much older than its interval. A failure now repeats all steps since then."
     )
@@ -227,6 +229,19 @@ def restart_cases() -> list[Case]:
             "the first one is not due",
             {**PLACED, STEP: "20x90", of_job("ptj_job_checkpoint_interval_steps"): "10x90"},
             10,
+        ),
+        Case(
+            "PTJCheckpointStale",
+            "the first one after that of another run is not due",
+            {**PLACED, **continued, STEP: "5020x90"},
+            10,
+        ),
+        Case(
+            "PTJCheckpointStale",
+            "there is none since that of another run",
+            {**PLACED, **continued, STEP: "5040x90"},
+            10,
+            stale,
         ),
     ]
 
