@@ -31,11 +31,27 @@ def _condition(kind: str, status: str = "True") -> str:
     return f"{_of_job(f'ptj_job_status_condition{{{selector}}}')} == 1"
 
 
+CHECKPOINT_LIMIT = (
+    f"clamp_min({CHECKPOINT_INTERVALS} * {_of_job('ptj_job_checkpoint_interval_seconds')}, {CHECKPOINT_MINUTES * 60})"
+)
+"""Age in seconds from which on a checkpoint is old."""
+OWN_STEPS = (
+    f"{_of_job('ptj_job_step')} - {SAME_JOB} ({_of_job('ptj_job_resumed_from_step')} or 0 * {_of_job('ptj_job_step')})"
+)
+"""Steps since the job began, which may be at the checkpoint of another run."""
 PLACED = Recording(
     "namespace_job_name:ptj_job_status_condition:placed",
     f"({_condition('Placed')}) unless {SAME_JOB} ({_condition('Complete|Failed|Suspended')})",
 )
 """Jobs that have nodes and are not finished."""
+_WAITED = "namespace_job_name:ptj_job_status_condition:unplaced_timestamp"
+WAITED = Recording(
+    _WAITED,
+    f"(time() * ({_condition('Placed', 'False')}) or last_over_time({_WAITED}[15m]))"
+    f" and {SAME_JOB} {_of_job('ptj_job_info')}",
+)
+"""When a job was last without nodes: it waited or was suspended. The value is carried on from one evaluation to the
+next, until the job is deleted."""
 FAILURES = Recording(
     "namespace_job_name:ptj_job_restarts:failures",
     f'sum {BY_JOB} (ptj_job_restarts_total{{cause!~"{PLANNED_RESTARTS}"}}) or 0 * {_of_job("ptj_job_info")}',
@@ -127,7 +143,8 @@ JOBS = (
         f"{PROGRESS_MINUTES} minutes, or for ten times its step time.",
         f"a job with nodes completes no step for {PROGRESS_MINUTES} minutes; for {LONG_PROGRESS_MINUTES} minutes if "
         f"its steps take more than {LONG_STEP_SECONDS} s",
-        f"({_of_job(f'changes(ptj_job_step[{PROGRESS_MINUTES}m])')} == 0 and {SAME_JOB} {PLACED.name})"
+        f"({_of_job(f'changes(ptj_job_step[{PROGRESS_MINUTES}m])')} == 0 and {SAME_JOB} {PLACED.name}"
+        f" unless {SAME_JOB} (time() - {WAITED.name} < {PROGRESS_MINUTES * 60}))"
         f" unless {SAME_JOB} ({STEP_P99.name} > {LONG_STEP_SECONDS} and {SAME_JOB}"
         f" {_of_job(f'changes(ptj_job_step[{LONG_PROGRESS_MINUTES}m])')} > 0)",
         "5m",
@@ -173,11 +190,11 @@ JOBS = (
         "The latest checkpoint of a job is old.",
         "The latest checkpoint of {{ $labels.namespace }}/{{ $labels.job_name }} is much older than its interval. A "
         "failure now repeats all steps since then.",
-        f"the latest checkpoint is older than {CHECKPOINT_INTERVALS} intervals and {CHECKPOINT_MINUTES} minutes, or "
-        f"there is none after {CHECKPOINT_INTERVALS} intervals",
-        f"((time() - {_of_job('ptj_job_last_checkpoint_timestamp_seconds')}) > {SAME_JOB}"
-        f" clamp_min({CHECKPOINT_INTERVALS} * {_of_job('ptj_job_checkpoint_interval_seconds')}, "
-        f"{CHECKPOINT_MINUTES * 60}) or (({_of_job('ptj_job_step')} > {SAME_JOB}"
+        f"the latest checkpoint is older than {CHECKPOINT_INTERVALS} intervals and {CHECKPOINT_MINUTES} minutes, in "
+        f"which the job had nodes, or there is none after {CHECKPOINT_INTERVALS} intervals",
+        f"((time() - {_of_job('ptj_job_last_checkpoint_timestamp_seconds')} > {SAME_JOB} {CHECKPOINT_LIMIT})"
+        f" unless {SAME_JOB} (time() - {WAITED.name} <= {SAME_JOB} {CHECKPOINT_LIMIT})"
+        f" or (({OWN_STEPS} > {SAME_JOB}"
         f" {CHECKPOINT_INTERVALS} * {_of_job('ptj_job_checkpoint_interval_steps')})"
         f" unless {SAME_JOB} ptj_job_last_checkpoint_step)) and {SAME_JOB} {PLACED.name}",
         "5m",
@@ -260,7 +277,7 @@ JOBS = (
 )
 
 GROUPS = (
-    Group("meshwright.records", (PLACED, FAILURES, STEP_P99, THROUGHPUT_PER_RANK, SECONDS, GOODPUT_RATIO)),
+    Group("meshwright.records", (PLACED, WAITED, FAILURES, STEP_P99, THROUGHPUT_PER_RANK, SECONDS, GOODPUT_RATIO)),
     Group("meshwright.operator", OPERATOR),
     Group("meshwright.jobs", JOBS),
 )

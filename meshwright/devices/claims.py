@@ -61,6 +61,7 @@ class AllocatedClaim:
 
     devices: frozenset[DeviceId]
     wanted: frozenset[Wanted]
+    """What was requested. Empty if it cannot be read: the devices are taken all the same."""
     extended: bool
     """Whether it belongs to an extended resource, which its pod requests too."""
     pod: tuple[str, str, str] | None
@@ -68,7 +69,7 @@ class AllocatedClaim:
 
 
 def read_claim(obj: Mapping[str, Any]) -> AllocatedClaim | None:
-    """A ResourceClaim with devices. None if it has none, or is malformed."""
+    """A ResourceClaim with devices. None if it has none, or they cannot be read."""
     try:
         devices = frozenset(_allocated(obj))
         if not devices:
@@ -77,9 +78,13 @@ def read_claim(obj: Mapping[str, Any]) -> AllocatedClaim | None:
         extended = (metadata.get("annotations") or {}).get(EXTENDED_CLAIM) == "true"
         owner = next((one for one in metadata.get("ownerReferences") or () if one.get("kind") == "Pod"), None)
         pod = (str(metadata.get("namespace", "")), str(owner["name"]), str(owner["uid"])) if owner else None
-        return AllocatedClaim(devices, frozenset(wanted_by(obj["spec"])), extended, pod)
     except MALFORMED:
         return None
+    try:
+        wanted = frozenset(wanted_by(obj["spec"]))
+    except MALFORMED:
+        wanted = frozenset[Wanted]()
+    return AllocatedClaim(devices, wanted, extended, pod)
 
 
 def _allocated(obj: Mapping[str, Any]) -> Iterator[DeviceId]:

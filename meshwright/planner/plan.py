@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from meshwright.api.parallelism import PipelineSchedule, StageBalance
+from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import PlanStatus
 from meshwright.api.topology import FabricLevel, TopologySpec
@@ -387,7 +387,7 @@ def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | No
             "context_method": asked.context_method or keep.context_method,
             "schedule": schedule,
             "virtual_stages": asked.virtual_stages or (keep.virtual_stages if has_stages else None),
-            "zero_stage": (keep.zero_stage or 0) if asked.zero_stage is None else asked.zero_stage,
+            "zero_stage": _kept_zero_stage(asked, keep),
             "expert": asked.expert or keep.expert,
             "micro_batches": asked.micro_batches or keep.micro_batches,
         },
@@ -415,6 +415,16 @@ def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | No
         request = request_of_target(spec_kept, architecture, ClusterLimits(), None, target)
     fitting = ranked_layouts(request)
     return _plan(spec, architecture, fitting[0], tuple(keep.reasons)) if fitting else None
+
+
+def _kept_zero_stage(asked: ParallelismSpec, keep: PlanStatus) -> int:
+    """The ZeRO stage of a running job. A job with one rank to shard over has 0 in its plan, whatever
+    `dataParallel.strategy` it states: then the first stage of that strategy, which has no effect there.
+    """
+    if asked.zero_stage is not None:
+        return asked.zero_stage
+    kept, strategy = keep.zero_stage or 0, asked.data_parallel.strategy
+    return kept if strategy is None or kept in strategy.zero_stages else strategy.zero_stages[0]
 
 
 def _request(

@@ -14,6 +14,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.api import labels
+from meshwright.data.errors import DataError
 from meshwright.protocol.messages import FailureKind, MeshRequest
 from meshwright.rules.workers import VARIABLE_NAMES, VARIABLE_PREFIXES
 from meshwright_worker.agent.agent import TrainingLog
@@ -256,6 +257,13 @@ def test_the_last_line_of_a_traceback_comes_first() -> None:
     own.add_note("in the first pass")
     assert failures.describe(own).endswith("\nin the first pass")
     assert failures.describe(InvalidRunError()).endswith("InvalidRunError")
+
+
+def test_an_error_about_a_file_whose_name_is_not_utf8_reaches_the_agent() -> None:
+    described = failures.describe(DataError(f"{os.fsdecode(b'caf' + bytes([233]))}.jsonl: line 3 is not JSON"))
+    failed = messages.RankFailed(FailureKind.INVALID_INPUT, described)
+    assert messages.decode(messages.encode(failed)) == failed
+    assert described == "caf?.jsonl: line 3 is not JSON"
 
 
 def test_a_rank_that_the_kernel_killed_for_its_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

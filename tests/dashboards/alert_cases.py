@@ -46,6 +46,12 @@ def condition(kind: str, status: str = "True") -> dict[str, str]:
     return {of_job("ptj_job_status_condition", type=kind, status=status): f"1x{LONG}"}
 
 
+def placed_from(minute: int) -> dict[str, str]:
+    """A job that gets nodes again at a minute."""
+    there, away = (of_job("ptj_job_status_condition", type="Placed", status=status) for status in ("True", "False"))
+    return {**INFO, there: f"1x10 _x{minute - 11} 1x{LONG - minute}", away: f"_x11 1x{minute - 12} _x{LONG - minute}"}
+
+
 PLACED = condition("Placed")
 INFO = {of_job("ptj_job_info", uid="u", tp="1", pp="1", dp="8"): f"1x{LONG}"}
 STEP, RESTARTS = of_job("ptj_job_step"), of_job("ptj_job_restarts_total", cause="PodLost")
@@ -144,11 +150,14 @@ def progress_cases() -> list[Case]:
     """Cases of alerts about jobs that do not train."""
     stuck = Firing("ml/llama has completed no step for 10 minutes, or for ten times its step time.")
     total, training = RANKS, of_job("ptj_job_ranks", state="training")
+    resumed = placed_from(40)
     return [
         Case("PTJJobNotMakingProgress", "steps end", {**PLACED, STEP: "0+5x10 50x40"}, 30, stuck),
         Case("PTJJobNotMakingProgress", "steps go on", {**PLACED, STEP: "0+5x60"}, 30),
         Case("PTJJobNotMakingProgress", "it is suspended", {**PLACED, **condition("Suspended"), STEP: "50x60"}, 30),
         Case("PTJJobNotMakingProgress", "it has no nodes", {**condition("Placed", "False"), STEP: "50x60"}, 30),
+        Case("PTJJobNotMakingProgress", "it has just got nodes again", {**resumed, STEP: "50x90"}, 49),
+        Case("PTJJobNotMakingProgress", "it got nodes again long ago", {**resumed, STEP: "50x90"}, 60, stuck),
         Case("PTJJobNotMakingProgress", "its steps take half an hour", {**PLACED, **LONG_STEPS}, 149),
         Case("PTJJobNotMakingProgress", "even long steps end", {**PLACED, **LONG_STEPS}, 270, stuck),
         Case(
@@ -189,6 +198,9 @@ def progress_cases() -> list[Case]:
 def restart_cases() -> list[Case]:
     """Cases of alerts about restarts and checkpoints."""
     saved, every = of_job("ptj_job_last_checkpoint_timestamp_seconds"), of_job("ptj_job_checkpoint_interval_seconds")
+    intervals = of_job("ptj_job_checkpoint_interval_steps")
+    waited = placed_from(200)
+    continued = {of_job("ptj_job_resumed_from_step"): "5000x90", intervals: "10x90"}
     stale = Firing(
         "The latest checkpoint of ml/llama is much older than its interval. A failure now repeats all steps since then."
     )
@@ -221,12 +233,38 @@ def restart_cases() -> list[Case]:
             stale,
         ),
         Case("PTJCheckpointStale", "it is saved again and again", {**PLACED, saved: "0+60x90", every: "300x90"}, 45),
+        Case(
+            "PTJCheckpointStale",
+            "the job was suspended for long, and trains again",
+            {**waited, saved: "60x300", every: "_x200 300x100"},
+            215,
+        ),
+        Case(
+            "PTJCheckpointStale",
+            "none is saved since it was suspended",
+            {**waited, saved: "60x300", every: "_x200 300x100"},
+            245,
+            stale,
+        ),
         Case("PTJCheckpointStale", "the interval is long", {**PLACED, saved: "60x90", every: "3600x90"}, 45),
         Case(
             "PTJCheckpointStale",
             "the first one is not due",
             {**PLACED, STEP: "20x90", of_job("ptj_job_checkpoint_interval_steps"): "10x90"},
             10,
+        ),
+        Case(
+            "PTJCheckpointStale",
+            "the first one after that of another run is not due",
+            {**PLACED, **continued, STEP: "5020x90"},
+            10,
+        ),
+        Case(
+            "PTJCheckpointStale",
+            "there is none since that of another run",
+            {**PLACED, **continued, STEP: "5040x90"},
+            10,
+            stale,
         ),
     ]
 

@@ -47,11 +47,13 @@ def counted(slices: list[dict[str, Any]], claims: Any = (), requested: Any = (),
     return amounts_by_node(nodes, CLASSES, claims, requested, lambda claim: with_pod)
 
 
-def claim(devices: list[str], host: str = "n0", count: int = 1, **metadata: Any) -> AllocatedClaim:
+def claim(
+    devices: list[str], host: str = "n0", count: int = 1, kind: str = "exactly", **metadata: Any
+) -> AllocatedClaim:
     found = read_claim(
         {
             "metadata": {"name": "c", "namespace": "x", **metadata},
-            "spec": {"devices": {"requests": [{"name": "r", "exactly": {"deviceClassName": GPU, "count": count}}]}},
+            "spec": {"devices": {"requests": [{"name": "r", kind: {"deviceClassName": GPU, "count": count}}]}},
             "status": {
                 "allocation": {
                     "devices": {"results": [{"driver": GPU, "pool": host, "device": name} for name in devices]}
@@ -104,6 +106,8 @@ def test_devices_of_claims_are_subtracted_unless_a_pods_request_counts_them() ->
     name = f"{CLASS_PREFIX}{GPU}"
     foreign = claim(["g0"])
     assert counted(slices, [foreign])["n0"][name] == 3
+    newer = claim(["g0"], kind="oneOfANewerKubernetes")
+    assert counted(slices, [newer])["n0"][name] == 3, "whatever was requested, its device is taken"
     extended = claim(["g0"], annotations={"resource.kubernetes.io/extended-resource-claim": "true"})
     assert counted(slices, [extended])["n0"]["nvidia.com/gpu"] == 4, "the pod requests nvidia.com/gpu"
     own = claim(["g0", "g1"], count=2, ownerReferences=[{"kind": "Pod", "name": "job-w0-0", "uid": "u"}])

@@ -116,6 +116,18 @@ async def test_a_job_starts_with_what_is_there_and_fills_the_cluster() -> None:
     assert size(world, "job") == 3
 
 
+async def test_a_job_grows_onto_a_node_that_rejected_its_pod_before() -> None:
+    """It avoids the node for a while. When that ends, nothing else need have changed in the cluster."""
+    world = World(1, nodes=2, work=1e6)
+    world.rejecting = {"n1": "OutOfcpu"}
+    world.submit(elastic("job", 2, minReplicas=1))
+    await world.run(90)
+    assert world.status("job")["readyRanks"] == "2/2"
+    world.rejecting = {}
+    await world.run(120)
+    assert world.status("job")["readyRanks"] == "4/4"
+
+
 async def test_a_job_of_higher_priority_takes_a_replica_and_gives_it_back() -> None:
     world = World(4, nodes=3, work=FOREVER)
     world.submit(elastic("low", 3))

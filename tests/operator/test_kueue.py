@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,9 +19,12 @@ from meshwright.api.workers import Toleration
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.profiles.document import parse_profiles
 from meshwright_operator.decide.admission import Admission, Domain
+from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError
 from meshwright_operator.kube.watch_liveness import WatchLiveness
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.queues import kueue_watch
 from meshwright_operator.queues import workload_state as state
 from meshwright_operator.queues.kueue import Kueue
 from meshwright_operator.queues.kueue_watch import KueueState, KueueWatch
@@ -28,7 +34,7 @@ from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.timestamps import format_time
 from tests.operator.builders import NOW, observed, spec
 from tests.operator.memory import MemoryCluster
-from tests.operator.support import JOBS, node
+from tests.operator.support import JOBS, node, until
 from tests.operator.test_elastic import edit
 from tests.operator.test_gang_races import small
 from tests.operator.world import Operator, World
@@ -40,7 +46,11 @@ QUOTA = "couldn't assign flavors to pod set workers: insufficient unused quota f
 class Queues(MemoryCluster):
     """An API server with Workloads, and what Kueue does with them when a test says so."""
 
+    refuse_patch: Callable[[str, KubeObject], ApiError | None] = staticmethod(lambda path, body: None)
+
     async def merge_patch(self, path: str, body: KubeObject) -> KubeObject:
+        if (error := self.refuse_patch(path, body)) is not None:
+            raise error
         metadata = dict(body.get("metadata") or {})
         if "/workloads/" in path and (target := self.objects.get(path.removesuffix("/status"))) is not None:
             for name in ("annotations", "ownerReferences"):
@@ -411,6 +421,36 @@ async def test_ranks_run_on_the_nodes_that_kueue_assigned_with_labels_and_tolera
     assert found.status("assigned")["mesh"]["generation"] == 1, "what Kueue adds is no edit"
 
 
+async def test_pods_get_what_admission_checks_require_of_them() -> None:
+    """The check ProvisioningRequest names the request whose nodes the pods use, in annotations."""
+    found = world()
+    for one in found.nodes.values():
+        one["metadata"]["labels"]["provisioned"] = "yes"
+        found.cluster.stamp(one)
+    found.operators[0].relist()
+    found.submit(queued("provisioned", 2))
+    await found.run(3)
+    consumes = {"autoscaling.x-k8s.io/consume-provisioning-request": "ptj-provisioned-check-1"}
+    update = {
+        "name": "workers",
+        "nodeSelector": {"provisioned": "yes"},
+        "labels": {"team": "a"},
+        "annotations": consumes,
+    }
+    check = {"name": "check", "state": "Ready", "message": "", "podSetUpdates": [update]}
+    found.kueue_says("provisioned", admissionChecks=[check])
+    found.admit("provisioned", 2)
+    await found.run(30)
+    assert found.true("provisioned", "Ready")
+    for obj in found.cluster.of("pods"):
+        assert obj["metadata"]["annotations"].items() >= consumes.items()
+        assert obj["metadata"]["labels"]["team"] == "a"
+        assert obj["metadata"]["labels"][labels.LABEL_JOB] == "provisioned"
+        assert obj["spec"]["nodeSelector"] == {"provisioned": "yes"}
+    await found.run(60)
+    assert found.status("provisioned")["mesh"]["generation"] == 1, "what a check adds is no edit"
+
+
 FLAVORS = "/apis/kueue.x-k8s.io/v1beta2/resourceflavors"
 
 
@@ -513,6 +553,134 @@ async def test_a_job_that_leaves_its_queue_runs_without_a_workload() -> None:
     await found.run(20)
     assert found.true("leaves", "Ready")
     assert not list(found.cluster.of("workloads"))
+
+
+# What the API server refuses.
+
+
+async def test_a_job_that_runs_recovers_while_a_change_of_its_workload_is_refused() -> None:
+    """Kueue lets nobody replace the class of a Workload that has quota by one of another kind."""
+    found = world()
+    found.submit(queued("goes-on", 2))
+    await found.run(3)
+    found.admit("goes-on", 2)
+    await found.run(20)
+    refused: list[str] = []
+
+    def refuse(path: str, body: KubeObject) -> ApiError | None:
+        if "priorityClassRef" not in (body.get("spec") or {}):
+            return None
+        refused.append(path)
+        return ApiError(422, "Invalid", "priorityClassRef is immutable while workload quota reserved")
+
+    found.cluster.refuse_patch = refuse
+    classes = "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses"
+    found.cluster.put(f"{classes}/high", {"metadata": {"name": "high"}, "value": 100})
+    path = f"{JOBS}/goes-on"
+    found.cluster.objects[path]["metadata"]["labels"][labels.KUEUE_PRIORITY] = "high"
+    found.cluster.update(path, found.cluster.objects[path])
+    await found.run(10)
+    found.crash("goes-on-w0-0")
+    await found.run(60)
+    assert found.true("goes-on", "Ready")
+    assert found.status("goes-on")["mesh"]["generation"] == 2
+    (note,) = [note for _, note in found.operators[0].notes.notes if note.reason == "RequestRejected"]
+    assert note.message.startswith("The API server rejected the Workload of queue team: priorityClassRef is immutable")
+    assert len(refused) == 1, "it is not tried again at every look"
+
+
+async def test_a_refused_workload_is_named_in_the_status_and_a_job_that_runs_goes_on() -> None:
+    found = world()
+    found.cluster.refuse = lambda path, body: (
+        ApiError(403, "Forbidden", "exceeded quota: few, requested: count/workloads.kueue.x-k8s.io=1")
+        if path.endswith("/workloads")
+        else None
+    )
+    found.submit(queued("refused", 2))
+    await found.run(10)
+    ready = found.condition("refused", "Ready")
+    assert ready["reason"] == "QueueUnavailable"
+    assert "The API server rejected the Workload of queue team: exceeded quota" in ready["message"]
+    assert not found.pods()
+    refuse, found.cluster.refuse = found.cluster.refuse, lambda path, body: None
+    await found.run(WAITING_RETRY_SECONDS + 5, 5)
+    found.admit("refused", 2)
+    await found.run(20)
+    assert found.true("refused", "Ready")
+
+    found.cluster.refuse = refuse
+    made = found.workload("refused")
+    del found.cluster.objects[f"{WORKLOADS}/{made['metadata']['name']}"]
+    found.watch.remove(made)
+    found.crash("refused-w0-0")
+    await found.run(60)
+    assert found.true("refused", "Ready")
+    assert found.status("refused")["mesh"]["generation"] == 2
+
+
+async def test_a_job_that_runs_goes_on_when_kueue_is_uninstalled() -> None:
+    found = world()
+    found.submit(queued("goes-on", 2))
+    await found.run(3)
+    found.admit("goes-on", 2)
+    await found.run(20)
+    made = found.workload("goes-on")
+    del found.cluster.objects[f"{WORKLOADS}/{made['metadata']['name']}"]
+    found.cluster.refuse = lambda path, body: (
+        ApiError(404, "NotFound", "the server could not find the requested resource")
+        if path.endswith("/workloads")
+        else None
+    )
+    found.watch.remove(made)
+    await found.run(5)
+    assert found.watch.doubted, "the watch looks whether Kueue is still there"
+    found.watch.state = KueueState.ABSENT
+    found.crash("goes-on-w0-0")
+    await found.run(60)
+    assert found.true("goes-on", "Ready")
+    assert found.status("goes-on")["mesh"]["generation"] == 2
+
+
+class Discovery(Queues):
+    """An API server that serves a version of Kueue, or none."""
+
+    served = ""
+
+    async def get(self, path: str) -> KubeObject:
+        if path == "/apis/kueue.x-k8s.io" and self.served:
+            return {"versions": [{"version": self.served}]}
+        if path == f"/apis/kueue.x-k8s.io/{self.served}":
+            return {"resources": [{"name": "workloads"}, {"name": "workloads/status"}]}
+        return await super().get(path)
+
+    @asynccontextmanager
+    async def stream(self, path: str, query: Mapping[str, str], idle: float) -> AsyncIterator[asyncio.StreamReader]:
+        if f"/{self.served}/" not in path:
+            raise ApiError(404, "NotFound", path)
+        await asyncio.sleep(3600)
+        yield asyncio.StreamReader()
+
+
+async def test_a_cluster_that_loses_kueue_or_gets_another_version_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ABSENT_SECONDS", "ERROR_SECONDS", "SERVED_SECONDS"):
+        monkeypatch.setattr(kueue_watch, name, 0.01)
+    cluster, seen = Discovery(lambda: NOW), list[KueueState]()
+    cluster.served = "v1beta1"
+    watch = KueueWatch(cluster, WatchLiveness(OperatorMetrics(), 60), (), 60, lambda key: seen.append(watch.state))
+    running = asyncio.create_task(watch.run())
+    try:
+        watch.want()
+        for served, known in (("v1beta1", "Watched"), ("", "Absent"), ("v1beta2", "Watched"), ("v1beta1", "v1beta1")):
+            cluster.served = served
+
+            async def noticed(known: str = known) -> bool:
+                return known in (watch.state, watch.version)
+
+            await until(noticed, f"{known} is noticed")
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert seen[:3] == [KueueState.WATCHED, KueueState.ABSENT, KueueState.WATCHED]
 
 
 # MultiKueue.

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from meshwright.api.objects import KubeObject
 from meshwright_operator.controller.http_server import serve_application
 from meshwright_operator.coordinator.leadership_gate import LeadershipGate
 from meshwright_operator.http.server import verify
@@ -173,6 +174,32 @@ async def test_a_process_on_standby_knows_whether_another_leads() -> None:
     third = LeaderElector(cluster, Fence(), "default", "lease", "c", 15.0)
     await third.look()
     assert third.other_leads, "while it lists everything"
+
+
+async def test_a_lease_that_was_made_empty_is_acquired_also_after_a_conflict() -> None:
+    """Its spec is optional: an administrator may have made it beforehand."""
+    cluster = EmptyLease()
+    elector = LeaderElector(cluster, Fence(), "default", "lease", "a", 15.0)
+    await elector.look()
+    await asyncio.wait_for(elector.acquire(), 60)
+    assert cluster.conflicts == 1
+
+
+class EmptyLease(Cluster):
+    """Has a lease without a spec, whose first replacement is a conflict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conflicts = 0
+
+    async def get(self, path: str) -> KubeObject:
+        return {"metadata": {"name": "lease", "resourceVersion": "1"}}
+
+    async def replace(self, path: str, body: KubeObject) -> KubeObject:
+        if not self.conflicts:
+            self.conflicts = 1
+            raise ApiError(409, "Conflict", "the object has been modified")
+        return body
 
 
 class FailingLists(KubeClient):

@@ -82,6 +82,17 @@ async def test_pods_that_every_node_rejects_are_created_ever_more_rarely() -> No
     assert len(world.pods("nowhere")) <= 2
 
 
+async def test_pods_that_every_node_rejected_start_once_one_accepts_them() -> None:
+    world = World(1, nodes=2, work=1e6)
+    world.rejecting = {"n0": "OutOfcpu", "n1": "OutOfcpu"}
+    world.submit(small("late", 2))
+    await world.run(300)
+    assert world.status("late")["mesh"]["attempts"] >= 2
+    world.rejecting = {}
+    await world.run(900)
+    assert world.true("late", "Ready"), world.condition("late", "Ready")
+
+
 def test_ended_pods_of_older_incarnations_are_deleted_but_the_last_that_ran() -> None:
     old = [crashed(1, n) for n in range(3)]
     rejected = replace(crashed(1, 3), exit_code=None, rejection="OutOfcpu: no", disrupted=True)

@@ -166,3 +166,16 @@ def test_a_job_that_is_larger_than_the_cluster_has_the_plan_of_a_cluster_with_en
     here, there = make_plan(spec, inventory(*nodes[:2])), make_plan(spec, inventory(*nodes))
     assert there.layout.world_size > 16, "more GPUs than there are here"
     assert (here.strategy, here.estimate) == (there.strategy, there.estimate)
+
+
+@pytest.mark.parametrize(("strategy", "stages"), [("ZeRO", (1, 2)), ("SHARD_GRAD_OP", (2,)), ("FULL_SHARD", (3,))])
+def test_a_stated_strategy_leaves_its_stages_to_choose_from(strategy: str, stages: tuple[int, ...]) -> None:
+    """Ranks run a stage of the strategy: memory, time and status must be those of that stage."""
+    spec = llama(model={"preset": "tiny"}, gpus=8, parallelism={"dataParallel": {"strategy": strategy}, "tensor": 1})
+    plan = make_plan(spec, H100)
+    run = plan.run_config(spec)
+    assert isinstance(run, NativeRun)
+    assert plan.layout.data > 1
+    assert plan.strategy.zero_stage == run.parallelism.zero_stage
+    assert plan.strategy.zero_stage in stages
+    assert make_plan(spec, inventory(), plan.to_status()).strategy == plan.strategy

@@ -266,6 +266,16 @@ def test_a_running_job_keeps_its_degrees_whatever_the_cluster_became() -> None:
     assert on_other == first
 
 
+@pytest.mark.parametrize("strategy", ["ZeRO", "FSDP", "SHARD_GRAD_OP", "FULL_SHARD"])
+def test_a_running_job_of_one_replica_keeps_its_degrees_with_any_strategy(strategy: str) -> None:
+    """One rank has nothing to shard: its plan has ZeRO stage 0, which the strategy does not allow elsewhere."""
+    spec = spec_of(replicas=1, parallelism={"dataParallel": {"strategy": strategy}})
+    first = make_plan(spec, DEMO)
+    again = make_plan(spec, Inventory(), first.to_status())
+    assert again == first
+    assert again.run_config(spec) == first.run_config(spec)
+
+
 def test_a_running_job_follows_a_new_number_of_replicas() -> None:
     spec = spec_of(parallelism={"tensor": 2, "pipeline": 2})
     first = make_plan(spec, DEMO)

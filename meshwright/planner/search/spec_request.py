@@ -129,10 +129,12 @@ CANDIDATE_SCHEDULES = tuple(
 
 def _preferred_techniques(job: TrainingJob) -> Techniques:
     """Return the techniques of a search in order of preference. Rules are not checked for each candidate."""
+    stages, named = MESHWRIGHT_TECHNIQUES.zero_stages, job.parallelism.data_parallel.strategy
     return replace(
         techniques_for(job),
         schedules=CANDIDATE_SCHEDULES,
-        zero_stages=MESHWRIGHT_TECHNIQUES.zero_stages,
+        # Ranks run a stage of the strategy, whatever is chosen: another one would be estimated and reported only.
+        zero_stages=tuple(stage for stage in stages if named is None or stage in named.zero_stages),
         expert=True,
         offload=(OptimizerOffload.NONE,),
         uneven_split=False,

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime
+from functools import partial
 
 from meshwright.api.conditions import SUSPENDED, is_true
 from meshwright.api.objects import KubeObject
@@ -236,7 +237,7 @@ class Reconciler:
             check_agent_image(observed, self._pod_contexts.agent_image)
             observed = check_policy(observed, key.namespace, self._scheduler.bounds(key.namespace))
             if self._kueue is not None:
-                observed = await self._kueue.follow(key, job, observed)
+                observed = await self._kueue.follow(key, job, observed, partial(self._reporter.post, job))
             if observed.admission is not None and preempted_job.reason_to_stop(observed) is not None:
                 return observed  # it gets no nodes, so that nobody has to find out whether an edit fits
             return await self._edit_admission.admit(key, job, observed)

@@ -226,11 +226,13 @@ def retry_pause(attempts: int) -> float:
 
 def _release_pods(decision: Decision, failed_pods: Sequence[Pod]) -> None:
     """Deletes `failed_pods` and pods that have not trained yet, and all others after `RETAIN_PODS_SECONDS`."""
+    observed = decision.observed
     if _retention_expired(decision):
-        decision.delete_live_pods()
-        return
-    idle = [w.pod for w in decision.observed.workers if w.pod is not None and w.state is PodState.PENDING]
-    chosen = {pod.uid: pod for pod in (*idle, *failed_pods)}
+        released = observed.live_pods
+    else:
+        released = [w.pod for w in observed.workers if w.pod is not None and w.state is PodState.PENDING]
+    # A pod that a kubelet rejected has ended: if it stayed, every later attempt would take it for its own.
+    chosen = {pod.uid: pod for pod in (*released, *failed_pods)}
     decision.delete += [pod for pod in chosen.values() if not pod.deleting and pod not in decision.delete]
 
 

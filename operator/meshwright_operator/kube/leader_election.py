@@ -83,7 +83,7 @@ class LeaderElector:
         except (ApiError, TimeoutError) as error:
             log.warning("lease request failed", extra={"error": str(error) or "timed out"})
             return
-        holder = ((lease or {}).get("spec") or {}).get("holderIdentity") or self._identity
+        holder = _spec(lease).get("holderIdentity") or self._identity
         self._free_version = _version(lease) if holder == self._identity else None
         self.other_leads = not self.found_free
 
@@ -138,7 +138,7 @@ class LeaderElector:
             # A renewal in flight would take the lease again.
             async with asyncio.timeout(2), self._writing:
                 self._fence.close()
-                if self._object is None or self._object["spec"].get("holderIdentity") != self._identity:
+                if _spec(self._object).get("holderIdentity") != self._identity:
                     return
                 await self._write({"holderIdentity": "", "leaseDurationSeconds": 1})
         except (ApiError, TimeoutError) as error:
@@ -151,7 +151,7 @@ class LeaderElector:
 
     async def _acquire_or_renew(self) -> str:
         started = time.monotonic()
-        if self._object is not None and self._object["spec"].get("holderIdentity") == self._identity:
+        if _spec(self._object).get("holderIdentity") == self._identity:
             # One request instead of two, while no other process writes: it has the version that was written last.
             try:
                 await self._write({})
@@ -163,7 +163,7 @@ class LeaderElector:
                 return ""
         self._object = await self._read()
         found = _version(self._object)
-        spec = (self._object or {}).get("spec") or {}
+        spec = _spec(self._object)
         holder = str(spec.get("holderIdentity") or "")
         if holder and holder != self._identity and not self._expired(spec):
             return holder
@@ -192,7 +192,7 @@ class LeaderElector:
 
     def _until_expiry(self) -> float:
         """Seconds until the lease expires if its holder does not renew it, but at least a moment."""
-        spec = (self._object or {}).get("spec") or {}
+        spec = _spec(self._object)
         duration = spec.get("leaseDurationSeconds")
         seconds = duration if isinstance(duration, int) else self._seconds
         return max(0.05, self._last_observed[1] + seconds - time.monotonic() + 0.01)
@@ -216,9 +216,14 @@ class LeaderElector:
             }
             self._object = await self._client.create(lease_path(self._namespace), body)
         else:
-            body = {**self._object, "spec": {**(self._object.get("spec") or {}), **fields, "renewTime": now}}
+            body = {**self._object, "spec": {**_spec(self._object), **fields, "renewTime": now}}
             self._object = await self._client.replace(lease_path(self._namespace, self._name), body)
 
 
 def _version(lease: KubeObject | None) -> str:
     return str(lease["metadata"]["resourceVersion"]) if lease is not None else ""
+
+
+def _spec(lease: KubeObject | None) -> KubeObject:
+    """Empty without a lease, and if it was made without a spec, which is optional."""
+    return (lease or {}).get("spec") or {}

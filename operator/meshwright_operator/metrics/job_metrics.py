@@ -334,6 +334,12 @@ class JobMetrics(Catalog, Collector):
         "Step of the latest complete checkpoint.",
         read=lambda record: one(checkpoint[0] if (checkpoint := _checkpoint(record)) is not None else None),
     )
+    resumed_from_step = job_metric(
+        "ptj_job_resumed_from_step",
+        Kind.GAUGE,
+        "Step of the other run's checkpoint from which the job began (`checkpoint.resumeFrom`). No series without one.",
+        read=lambda record: one(began.step if (began := record.status.resumed_from) is not None else None),
+    )
     last_checkpoint_time = job_metric(
         "ptj_job_last_checkpoint_timestamp_seconds",
         Kind.GAUGE,

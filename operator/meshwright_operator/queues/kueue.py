@@ -21,6 +21,7 @@ from meshwright.planner.cluster.pod_resources import pod_request
 from meshwright_operator.decide import lifecycle, sizing
 from meshwright_operator.decide.admission import Admission
 from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
@@ -45,6 +46,11 @@ from meshwright_operator.timestamps import utc_now
 FLAVOR_SECONDS = 60.0
 """For how long a resource flavor that was read is not read again."""
 CONFLICT = 409
+REFUSED = (400, 403, 422)
+"""Codes with which the API server, a webhook or a quota refuses a Workload. The same request would be refused again."""
+REFUSED_SECONDS = 60.0
+"""For how long a change that was refused is not tried again."""
+MAX_REFUSED = 1024
 SCHEDULING = "scheduling.k8s.io"
 
 log = logging.getLogger(__name__)
@@ -65,6 +71,8 @@ class Kueue:
         self._watch = watch
         self._now = now
         self._flavors: dict[str, tuple[float, KubeObject]] = {}
+        self._refused: dict[str, tuple[float, str]] = {}
+        """By uid of a job, when a change of its Workload was refused last, and why."""
 
     async def admission(self, job: KubeObject) -> Admission | None:
         """What the job's queue says. None for a job that names none.
@@ -95,12 +103,31 @@ class Kueue:
         # Without the flavor, nobody knows on which nodes the quota is. Pods that run stay.
         return replace(admission, admitted=False, unavailable=True, message=f"Queue {queue} admitted the job {missing}")
 
-    async def follow(self, key: JobKey, job: KubeObject, observed: Observed) -> Observed:
+    async def follow(
+        self, key: JobKey, job: KubeObject, observed: Observed, post: Callable[[JobEvent], None] = lambda event: None
+    ) -> Observed:
         """Makes the job's Workload, or brings it up to date. Returns the job as it may run now.
+
+        A refused Workload keeps a job from starting. A refused change of one keeps it from nothing, and is an event.
 
         Raises:
             ApiError: A request failed.
+            QueueUnknownError: The cluster does not serve Workloads as before.
         """
+        try:
+            return await self._follow(key, job, observed)
+        except ApiError as error:
+            admission = observed.admission
+            if error.code not in REFUSED or admission is None:
+                raise
+            text = f"The API server rejected the Workload of queue {queue_of(job)}: {error.message}"
+            if self._watch.of(key.namespace, observed.uid) is None:
+                return replace(observed, admission=Admission(admitted=False, unavailable=True, message=text))
+            self._note_refusal(observed.uid, text, post)
+            waits = not (admission.admitted or admission.evicted or admission.unavailable)
+            return replace(observed, admission=replace(admission, message=text)) if waits else observed
+
+    async def _follow(self, key: JobKey, job: KubeObject, observed: Observed) -> Observed:
         if not self._is_followed(observed.admission) or lifecycle.finished(observed.status):
             return observed
         found = self._watch.of(key.namespace, observed.uid)
@@ -114,8 +141,23 @@ class Kueue:
             return observed
         if not _covers(found, demand, observed) or state.is_true(found, state.FINISHED):
             return await self._renew(job, observed, found, demand)
-        await self._update(job, observed, found)
+        if self._may_update(observed.uid):
+            await self._update(job, observed, found)
+            self._refused.pop(observed.uid, None)
         return observed
+
+    def _may_update(self, uid: str) -> bool:
+        """Whether no change of the job's Workload was refused a moment ago."""
+        known = self._refused.get(uid)
+        return known is None or time.monotonic() - known[0] >= REFUSED_SECONDS
+
+    def _note_refusal(self, uid: str, text: str, post: Callable[[JobEvent], None]) -> None:
+        known = self._refused.pop(uid, None)
+        if known is None or known[1] != text:
+            post(JobEvent("RequestRejected", text, WARNING))
+        while len(self._refused) >= MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._refused[uid] = time.monotonic(), text
 
     async def settle(self, namespace: str, draft: Decision) -> None:
         """Reports to the Workload what has become of the job, once that is written to the job's status.
@@ -176,11 +218,18 @@ class Kueue:
         return await self._post(key, observed.uid, demand, priority, suspended=observed.spec.suspend)
 
     async def _post(self, key: JobKey, uid: str, demand: Demand, priority: Priority, *, suspended: bool) -> str:
-        """Makes the Workload. Returns why it cannot be made; empty if it is there."""
+        """Makes the Workload. Returns why it cannot be made; empty if it is there.
+
+        Raises:
+            QueueUnknownError: The cluster does not serve Workloads, or not in this version.
+        """
         body = workload(key.name, key.namespace, uid, demand, priority, self._watch.version, suspended=suspended)
         try:
             self._watch.put(await self._client.create(self._watch.path(key.namespace), body))
         except ApiError as error:
+            if error.code == NOT_FOUND:
+                self._watch.look_again()
+                raise QueueUnknownError from None
             if error.code != CONFLICT:
                 raise
             name = body["metadata"]["name"]

@@ -6,6 +6,7 @@ A cluster without Kueue is asked again now and then, as long as a job names a qu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
@@ -24,6 +25,8 @@ from meshwright_operator.queues.workload_manifest import GROUP, VERSIONS
 ABSENT_SECONDS = 15.0
 """Time between two looks for Kueue in a cluster that does not have it, or does not let the operator use it."""
 ERROR_SECONDS = 3.0
+SERVED_SECONDS = 60.0
+"""Time between two looks whether the cluster still serves what is watched: a watch of what is gone says nothing."""
 NOT_FOUND, FORBIDDEN = 404, 403
 
 log = logging.getLogger(__name__)
@@ -59,6 +62,7 @@ class KueueWatch:
         self._idle_seconds = idle_seconds
         self._changed = changed
         self._wanted = asyncio.Event()
+        self._doubted = asyncio.Event()
         self._workloads: dict[tuple[str, str], KubeObject] = {}
         """Namespace and uid of a job -> its Workload."""
         self._versions: dict[str | None, str] = {}
@@ -71,9 +75,18 @@ class KueueWatch:
         self._wanted.set()
         return self.state
 
+    def look_again(self) -> None:
+        """A request found no Workloads: perhaps Kueue was uninstalled, or serves another version now."""
+        self._doubted.set()
+
     def turn_off(self) -> None:
         """Nobody looks for Kueue: `run` is not called."""
         self.state = KueueState.OFF
+
+    @property
+    def doubted(self) -> bool:
+        """Whether a request found no Workloads since the last look."""
+        return self._doubted.is_set()
 
     @property
     def named(self) -> bool:
@@ -125,7 +138,8 @@ class KueueWatch:
                 self._set(KueueState.ABSENT if found is None else KueueState.WATCHED)
             if self.state is KueueState.WATCHED:
                 await self._watch()
-            await asyncio.sleep(ABSENT_SECONDS)
+            else:
+                await asyncio.sleep(ABSENT_SECONDS)
 
     async def _served_version(self) -> str | None:
         """The version to use. None if the cluster has no Kueue."""
@@ -162,10 +176,25 @@ class KueueWatch:
         return version
 
     async def _watch(self) -> None:
-        """Watches until cancelled."""
+        """Watches until the cluster does not serve this version any more."""
         async with asyncio.TaskGroup() as group:
-            for informer in self._informers():
-                group.create_task(informer.run(), name="watch of workloads")
+            watches = [group.create_task(one.run(), name="watch of workloads") for one in self._informers()]
+            while await self._still_served():
+                self._doubted.clear()
+                await asyncio.sleep(ERROR_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SERVED_SECONDS):
+                        await self._doubted.wait()
+            for watch in watches:
+                watch.cancel()
+
+    async def _still_served(self) -> bool:
+        """Whether the cluster serves Workloads in the version that is watched, as far as it answers."""
+        try:
+            served = await self._client.get(f"/apis/{GROUP}/{self.version}")
+        except ApiError as error:
+            return error.code != NOT_FOUND
+        return any(one.get("name") == "workloads" for one in served.get("resources") or ())
 
     def _informers(self) -> Iterable[Informer]:
         for namespace in self._namespaces:

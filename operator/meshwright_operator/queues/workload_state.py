@@ -102,9 +102,14 @@ def admission_of(
         spec = (flavors.get(name) or {}).get("spec") or {}
         selector |= spec.get("nodeLabels") or {}
         tolerations += parse_tolerations(spec.get("tolerations") or ())
+    pod_labels: dict[str, str] = {}
+    pod_annotations: dict[str, str] = {}
     for update in _updates(workload):
         selector |= update.get("nodeSelector") or {}
         tolerations += parse_tolerations(update.get("tolerations") or ())
+        # By such an annotation an autoscaler knows for which pods it has made nodes. Unused ones it removes again.
+        pod_labels |= update.get("labels") or {}
+        pod_annotations |= update.get("annotations") or {}
     domains = tuple(domains_of(assignment.get("topologyAssignment") or {}, nodes))
     count = int(assignment.get("count") or 0)
     part = _replicas(workload, count, gpus_per_worker)
@@ -118,8 +123,8 @@ def admission_of(
         node_labels=selector,
         tolerations=tuple(tolerations),
         domains=domains,
-        pod_labels=known,
-        pod_annotations=marks if domains else {},
+        pod_labels=pod_labels | known,
+        pod_annotations=pod_annotations | (marks if domains else {}),
     )
 
 

@@ -88,11 +88,13 @@ class _Call:
 
 @dataclass(slots=True)
 class _Trial:
-    """An edit or a growth that did not fit. It is tried again when capacity became free."""
+    """An edit or a growth that did not fit. It is tried again when capacity became free, or a node is not avoided."""
 
     request: PlacementRequest
     answer: NotGranted
     attempted: int
+    avoided: tuple[str, ...]
+    """Nodes that the job avoided then."""
 
 
 class Placer:
@@ -328,6 +330,7 @@ class Placer:
         if trial is not None and trial.request.same_as(request) and self._still_does_not_fit(trial):
             trial.request = request
             return trial.answer
+        avoided = self._avoided(request)
         outcome = await self._jobs.attempt(request, explain=purpose is Purpose.EDIT)
         excess = self._jobs.excess_of(request)
         if purpose is Purpose.MOVE or (outcome.placement is not None and not excess):
@@ -336,12 +339,16 @@ class Placer:
                 self._reserve(request, purpose, outcome.placement)
             return _granted(outcome) or not_granted(outcome)
         answer = NotGranted(excess, reason=POLICY_EXCEEDED) if excess else not_granted(outcome)
-        self._trials[request.uid, purpose] = _Trial(request, answer, self._capacity.counted_freed)
+        self._trials[request.uid, purpose] = _Trial(request, answer, self._capacity.counted_freed, avoided)
         return answer
 
     def _still_does_not_fit(self, trial: _Trial) -> bool:
         """Whether a trial would fail again: foreign pods were listed, and nothing became free."""
-        return trial.attempted == self._capacity.freed and not trial.answer.waits_for_turn
+        same = trial.attempted == self._capacity.freed and trial.avoided == self._avoided(trial.request)
+        return same and not trial.answer.waits_for_turn
+
+    def _avoided(self, request: PlacementRequest) -> tuple[str, ...]:
+        return tuple(self._around.avoided(request.uid))
 
     def _reserve(self, request: PlacementRequest, purpose: Purpose, placement: Placement) -> None:
         """Keeps the nodes that an edit or a growth gets from other jobs."""
@@ -402,7 +409,7 @@ class Placer:
 
     async def _try_trial_again(self, trial: _Trial) -> None:
         """Tries the edit or the growth of a running job after a change, and wakes the job if it fits."""
-        trial.attempted = self._capacity.counted_freed
+        trial.attempted, trial.avoided = self._capacity.counted_freed, self._avoided(trial.request)
         try:
             outcome = await self._jobs.attempt(trial.request, explain=False)
         except Exception:

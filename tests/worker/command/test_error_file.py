@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,9 @@ def test_an_error_may_be_a_text_and_is_bounded(tmp_path: Path) -> None:
 def test_a_file_that_is_not_valid_changes_nothing(tmp_path: Path, text: str) -> None:
     assert with_recorded_error(["bye"], written(tmp_path, text)) == ("bye",)
     assert recorded_error(tmp_path / "missing") == []
+
+
+def test_a_file_name_that_is_not_utf8_can_be_reported(tmp_path: Path) -> None:
+    name = os.fsdecode(b"/data/caf\xe9.txt")
+    path = written(tmp_path, json.dumps({"message": {"message": f"cannot read {name}\nbye"}}))
+    assert recorded_error(path) == ["cannot read /data/caf?.txt", "bye"]

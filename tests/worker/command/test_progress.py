@@ -74,6 +74,7 @@ def test_a_number_may_be_larger_than_a_float(number: bytes, loss: float) -> None
         (b'{"step": true}', "`step` must be an integer"),
         (b'{"step": 1, "loss": "low"}', "`loss` must be a number, got 'low'"),
         (b'{"step": 1, "checkpoint": 7}', "`checkpoint` must be a path"),
+        (rb'{"step": 1, "checkpoint": "/c/caf\udce9"}', "`checkpoint` must be a path in UTF-8"),
         (b'{"step": 1, "x": "' + b"x" * MAX_LINE + b'"}', f"at most {MAX_LINE} bytes"),
     ],
 )

@@ -8,6 +8,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshwright.printable import printable
+
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 MAX_BYTES = 1 << 20
 MAX_LINES = 20
@@ -24,7 +26,8 @@ def recorded_error(path: Path) -> list[str]:
     message = found.get("message") if isinstance(found, dict) else None
     if isinstance(message, dict):
         message = message.get("message")
-    return message.splitlines()[:MAX_LINES] if isinstance(message, str) else []
+    # A file's name that is not UTF-8 is in JSON as characters that no report can have.
+    return [printable(line) for line in message.splitlines()[:MAX_LINES]] if isinstance(message, str) else []
 
 
 def with_recorded_error(tail: Sequence[str], path: Path | None) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from typing import Any
 
 MAX_LINE = 4096
 MAX_NUMBER = (1 << 53) - 1
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters, and how Python reads a file's name that is not UTF-8."""
 
 
 class ReportLineError(ValueError):
@@ -101,9 +102,11 @@ def _step(found: dict[str, Any]) -> ReportedStep:
     if step is None:
         raise ReportLineError("`step` is required")
     path = found.get("checkpoint")
-    # A name with a null character could be no variable of the next start, and no file.
-    if path is not None and not (isinstance(path, str) and 0 < len(path) <= 1024 and not _CONTROL.search(path)):
-        raise ReportLineError("`checkpoint` must be a path of at most 1024 characters, without control characters")
+    # A name with a null character could be no variable of the next start, and no file; one that is not UTF-8 no report.
+    if path is not None and not (isinstance(path, str) and 0 < len(path) <= 1024 and not _FORBIDDEN.search(path)):
+        raise ReportLineError(
+            "`checkpoint` must be a path in UTF-8 of at most 1024 characters, without control characters"
+        )
     return ReportedStep(
         step=step,
         loss=_number(found, "loss"),

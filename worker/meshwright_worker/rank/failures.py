@@ -15,6 +15,7 @@ from pathlib import Path
 
 from meshwright.data.errors import DataError, is_storage_fault
 from meshwright.figures import format_number
+from meshwright.printable import printable
 from meshwright.protocol.messages import FailureKind
 from meshwright_worker.checkpoint.errors import CheckpointMismatchError, ForeignCheckpointError, ResumeSourceError
 
@@ -111,7 +112,8 @@ def describe(error: BaseException) -> str:
     if any(line.lstrip().startswith("Traceback (most recent call last)") for line in lines):
         raised = error_line([line for line in lines if _EXCEPTION_LINE.match(line.strip())][1:])
         text = f"{raised}\n{text}" if raised else text
-    return text[:MAX_MESSAGE]
+    # The agent could not read a message with a file's name that is not UTF-8.
+    return printable(text[:MAX_MESSAGE])
 
 
 def classify(error: BaseException, *, training: bool = False) -> FailureKind:
