@@ -48,6 +48,12 @@ def condition(kind: str, status: str = "True") -> dict[str, str]:
 
 PLACED = condition("Placed")
 INFO = {of_job("ptj_job_info", uid="u", tp="1", pp="1", dp="8"): f"1x{LONG}"}
+RESUMED = {
+    **INFO,
+    **PLACED,
+    of_job("ptj_job_status_condition", type="Suspended", status="True"): f"0x20 1x79 0x{LONG}",
+}
+"""A job that is suspended from minute 20 to minute 100."""
 STEP, RESTARTS = of_job("ptj_job_step"), of_job("ptj_job_restarts_total", cause="PodLost")
 RANKS = of_job("ptj_job_ranks", state="total")
 
@@ -150,6 +156,9 @@ def progress_cases() -> list[Case]:
         Case("PTJJobNotMakingProgress", "it is suspended", {**PLACED, **condition("Suspended"), STEP: "50x60"}, 30),
         Case("PTJJobNotMakingProgress", "it has no nodes", {**condition("Placed", "False"), STEP: "50x60"}, 30),
         Case("PTJJobNotMakingProgress", "its steps take half an hour", {**PLACED, **LONG_STEPS}, 149),
+        Case("PTJJobNotMakingProgress", "it resumes slowly", {**RESUMED, STEP: f"50x{LONG}"}, 108),
+        Case("PTJJobNotMakingProgress", "it resumes, and hangs", {**RESUMED, STEP: f"50x{LONG}"}, 117, stuck),
+        Case("PTJJobNotMakingProgress", "its first steps are long", {**PLACED, STEP: "_x30 1x7 2x7 3x7"}, 37),
         Case("PTJJobNotMakingProgress", "even long steps end", {**PLACED, **LONG_STEPS}, 270, stuck),
         Case(
             "PTJJobNotTraining",
@@ -210,6 +219,16 @@ def restart_cases() -> list[Case]:
             35,
             Firing("ml/llama has restarted 3 times after failures in one hour."),
         ),
+        Case(
+            "PTJRestartLoop",
+            "another process leads",
+            {
+                f'{RESTARTS[:-1]},instance="a"}}': "3x31",
+                f'{RESTARTS[:-1]},instance="b"}}': "_x30 3x30",
+                **INFO,
+            },
+            31,
+        ),
         Case("PTJRestartLoop", "two in an hour", {**INFO, RESTARTS: "_x10 1x10 2x100"}, 35),
         Case("PTJRestartLoop", "three in a day", {**INFO, RESTARTS: "_x10 1x70 2x70 3x100"}, 155),
         Case("PTJCheckpointStale", "it is old", {**PLACED, saved: "60x90", every: "300x90"}, 45, stale),
@@ -218,6 +237,19 @@ def restart_cases() -> list[Case]:
             "there is none",
             {**PLACED, STEP: "40x90", of_job("ptj_job_checkpoint_interval_steps"): "10x90"},
             10,
+            stale,
+        ),
+        Case(
+            "PTJCheckpointStale",
+            "the job has just resumed",
+            {**RESUMED, saved: f"1200x{LONG}", every: f"900x{LONG}"},
+            140,
+        ),
+        Case(
+            "PTJCheckpointStale",
+            "the job has resumed, and saves none",
+            {**RESUMED, saved: f"1200x{LONG}", every: f"900x{LONG}"},
+            155,
             stale,
         ),
         Case("PTJCheckpointStale", "it is saved again and again", {**PLACED, saved: "0+60x90", every: "300x90"}, 45),
