@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 
-from meshwright.api.conditions import SUSPENDED, is_true
+from meshwright.api.conditions import PLACED, SUSPENDED, is_true
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.status import WorkerPlacement
@@ -172,6 +172,9 @@ class Reconciler:
     def _avoid_nodes(self, key: JobKey, draft: Decision) -> None:
         """Pass the nodes on to the scheduler that the job must not use, or not for a while."""
         observed = draft.observed
+        edited = observed.generation != observed.status.observed_generation
+        if edited and not is_true(observed.status.conditions, PLACED):  # the edit may be the fix
+            self._scheduler.forget_avoided(observed.uid)
         self._scheduler.avoid(observed.uid, draft.avoid, draft.avoid_seconds)
         unreachable = {}
         if self._devices is not None and observed.spec.workers.resource_claims:

@@ -234,6 +234,11 @@ class JobScheduler:
         until = self._clock() + (AVOID_SECONDS if seconds is None else seconds)
         self._avoided.setdefault(uid, {}).update({name: (until, why) for name, why in nodes.items()})
 
+    def forget_avoided(self, uid: str) -> None:
+        """Forgets which nodes `avoid` excludes for the job with this uid."""
+        if self._avoided.pop(uid, None):
+            self._placer.nodes_changed()
+
     def set_blocked(self, uid: str, nodes: Mapping[str, str]) -> None:
         """Excludes these nodes (name -> reason), and no others, for the job with this uid until the next call."""
         before = self._blocked.pop(uid, {})
