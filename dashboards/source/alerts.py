@@ -220,9 +220,10 @@ JOBS = (
         "{{ $labels.namespace }}/{{ $labels.job_name }} trains on {{ $value | humanize }} tokens per second and GPU: "
         f"less than {THROUGHPUT:.0%} of the median of the last 6 hours.",
         f"tokens per second and GPU are below {THROUGHPUT:.0%} of their median of 6 hours. A job of less than one hour "
-        "does not count",
+        "does not count, nor one of which ranks have restarted in the last 10 minutes",
         f"{THROUGHPUT_PER_RANK.name} < {THROUGHPUT} * quantile_over_time(0.5, {THROUGHPUT_PER_RANK.name}[6h])"
-        f" and {SAME_JOB} {THROUGHPUT_PER_RANK.name} offset 1h and {SAME_JOB} {PLACED.name}",
+        f" and {SAME_JOB} {THROUGHPUT_PER_RANK.name} offset 1h and {SAME_JOB} {PLACED.name}"
+        f" and {SAME_JOB} ({_of_job(f'min_over_time({TRAINING_RANKS}[10m])')} >= {SAME_JOB} {_of_job(TOTAL_RANKS)})",
         "10m",
     ),
     Alert(

@@ -55,7 +55,7 @@ RESUMED = {
 }
 """A job that is suspended from minute 20 to minute 100."""
 STEP, RESTARTS = of_job("ptj_job_step"), of_job("ptj_job_restarts_total", cause="PodLost")
-RANKS = of_job("ptj_job_ranks", state="total")
+RANKS, TRAINING = of_job("ptj_job_ranks", state="total"), of_job("ptj_job_ranks", state="training")
 
 
 def buckets(**values: str) -> dict[str, str]:
@@ -149,7 +149,7 @@ def configuration_cases() -> list[Case]:
 def progress_cases() -> list[Case]:
     """Cases of alerts about jobs that do not train."""
     stuck = Firing("ml/llama has completed no step for 10 minutes, or for ten times its step time.")
-    total, training = RANKS, of_job("ptj_job_ranks", state="training")
+    total, training = RANKS, TRAINING
     return [
         Case("PTJJobNotMakingProgress", "steps end", {**PLACED, STEP: "0+5x10 50x40"}, 30, stuck),
         Case("PTJJobNotMakingProgress", "steps go on", {**PLACED, STEP: "0+5x60"}, 30),
@@ -288,14 +288,30 @@ def speed_cases() -> list[Case]:
         Case(
             "PTJThroughputDrop",
             "half as fast",
-            {**PLACED, tokens: slow, RANKS: "8x400"},
+            {**PLACED, tokens: slow, RANKS: "8x400", TRAINING: "8x400"},
             275,
             Firing(
                 "ml/llama trains on 62.5 tokens per second and GPU: less than 80% of the median of the last 6 hours."
             ),
         ),
-        Case("PTJThroughputDrop", "as fast as before", {**PLACED, tokens: "0+60000x300", RANKS: "8x400"}, 275),
-        Case("PTJThroughputDrop", "half of the GPUs", {**PLACED, tokens: slow, RANKS: "8x240 4x100"}, 275),
+        Case(
+            "PTJThroughputDrop",
+            "as fast as before",
+            {**PLACED, tokens: "0+60000x300", RANKS: "8x400", TRAINING: "8x400"},
+            275,
+        ),
+        Case(
+            "PTJThroughputDrop",
+            "half of the GPUs",
+            {**PLACED, tokens: slow, RANKS: "8x240 4x100", TRAINING: "8x240 4x100"},
+            275,
+        ),
+        Case(
+            "PTJThroughputDrop",
+            "it has restarted",
+            {**PLACED, tokens: "0+60000x240 14400000x4 14460000+60000x60", RANKS: "8x400", TRAINING: "8x239 0x4 8x60"},
+            253,
+        ),
         Case(
             "PTJStraggler",
             "one of three ranks",
