@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 
-from meshwright.api.conditions import PLACED, SUSPENDED, is_true
+from meshwright.api.conditions import SUSPENDED, is_true
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.status import WorkerPlacement
@@ -55,6 +55,7 @@ from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.missing_claims import MissingClaim, wait_for_claims
 from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
+from meshwright_operator.decide.preflight import CHECK_FAILED
 from meshwright_operator.decide.profile_use import record_profile
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
@@ -172,9 +173,8 @@ class Reconciler:
     def _avoid_nodes(self, key: JobKey, draft: Decision) -> None:
         """Pass the nodes on to the scheduler that the job must not use, or not for a while."""
         observed = draft.observed
-        edited = observed.generation != observed.status.observed_generation
-        if edited and not is_true(observed.status.conditions, PLACED):  # the edit may be the fix
-            self._scheduler.forget_avoided(observed.uid)
+        if observed.generation != observed.status.observed_generation:  # the finding may be allowed now
+            self._scheduler.forget_avoided(observed.uid, CHECK_FAILED)
         self._scheduler.avoid(observed.uid, draft.avoid, draft.avoid_seconds)
         unreachable = {}
         if self._devices is not None and observed.spec.workers.resource_claims:
