@@ -9,7 +9,7 @@ RECONCILE_ERRORS = 0.1
 WATCH_SECONDS = 300
 CERTIFICATE_DAYS = 5
 PROGRESS_MINUTES, LONG_STEP_SECONDS, LONG_PROGRESS_MINUTES = 10, 60, 100
-CHECKPOINT_INTERVALS, CHECKPOINT_MINUTES = 3, 30
+CHECKPOINT_INTERVALS, CHECKPOINT_MINUTES, UNPLACED_HOURS = 3, 30, 12
 RESTARTS_IN_AN_HOUR = 3
 GOODPUT, GOODPUT_HOURS, GOODPUT_MINIMUM_SECONDS = 0.8, 6, 7200
 THROUGHPUT = 0.8
@@ -44,19 +44,19 @@ PLACED = Recording(
     f"({_condition('Placed')}) unless {SAME_JOB} ({_condition('Complete|Failed|Suspended')})",
 )
 """Jobs that have nodes and are not finished."""
-_WAITED = "namespace_job_name:ptj_job_status_condition:unplaced_timestamp"
-WAITED = Recording(
-    _WAITED,
-    f"(time() * ({_condition('Placed', 'False')}) or last_over_time({_WAITED}[15m]))"
-    f" and {SAME_JOB} {_of_job('ptj_job_info')}",
+UNPLACED = Recording(
+    "namespace_job_name:ptj_job_unplaced:timestamp",
+    f"time() * {_of_job('ptj_job_info')} unless {SAME_JOB} {PLACED.name}",
 )
-"""When a job was last without nodes: it waited or was suspended. The value is carried on from one evaluation to the
-next, until the job is deleted."""
+"""The present time, for jobs without nodes: its maximum over a window is when a job last had none."""
 FAILURES = Recording(
     "namespace_job_name:ptj_job_restarts:failures",
-    f'sum {BY_JOB} (ptj_job_restarts_total{{cause!~"{PLANNED_RESTARTS}"}}) or 0 * {_of_job("ptj_job_info")}',
+    f"sum {BY_JOB} (max by (cluster, namespace, job_name, cause)"
+    f' (ptj_job_restarts_total{{cause!~"{PLANNED_RESTARTS}"}})) or 0 * {_of_job("ptj_job_info")}',
 )
-"""Restarts after failures, from the first moment of a job on: a counter of causes appears with the first restart."""
+"""Restarts after failures, from the first moment of a job on: a counter of causes appears with the first restart. When
+another process starts to lead, both have the job's series for a moment.
+"""
 STEP_P99 = Recording(
     "namespace_job_name:ptj_step_duration_seconds:p99_2h",
     "histogram_quantile(0.99, sum by (cluster, namespace, job_name, le) (rate(ptj_step_duration_seconds_bucket[2h])))",
@@ -73,6 +73,18 @@ GOODPUT_RATIO = Recording(
     f"namespace_job_name:ptj_job_goodput:ratio{GOODPUT_HOURS}h",
     f'sum {BY_JOB} (increase(ptj_job_seconds_total{{cause="Training"}}[{GOODPUT_HOURS}h])) / {SECONDS.name}',
 )
+
+CHECKPOINT_LIMIT = (
+    f"clamp_min({CHECKPOINT_INTERVALS} * {_of_job('ptj_job_checkpoint_interval_seconds')}, {CHECKPOINT_MINUTES * 60})"
+)
+"""Seconds within which a job that trains saves a checkpoint."""
+
+
+def _without_step(minutes: int) -> str:
+    """Jobs that have had nodes for some minutes, had completed a step before, and have completed none since."""
+    before = f"{_of_job(f'ptj_job_step offset {minutes}m')} and {SAME_JOB} {PLACED.name} offset {minutes}m"
+    return f"({_of_job(f'changes(ptj_job_step[{minutes}m])')} == 0 and {SAME_JOB} ({before}))"
+
 
 OPERATOR = (
     Alert(
@@ -143,10 +155,9 @@ JOBS = (
         f"{PROGRESS_MINUTES} minutes, or for ten times its step time.",
         f"a job with nodes completes no step for {PROGRESS_MINUTES} minutes; for {LONG_PROGRESS_MINUTES} minutes if "
         f"its steps take more than {LONG_STEP_SECONDS} s",
-        f"({_of_job(f'changes(ptj_job_step[{PROGRESS_MINUTES}m])')} == 0 and {SAME_JOB} {PLACED.name}"
-        f" unless {SAME_JOB} (time() - {WAITED.name} < {PROGRESS_MINUTES * 60}))"
-        f" unless {SAME_JOB} ({STEP_P99.name} > {LONG_STEP_SECONDS} and {SAME_JOB}"
-        f" {_of_job(f'changes(ptj_job_step[{LONG_PROGRESS_MINUTES}m])')} > 0)",
+        f"({_without_step(PROGRESS_MINUTES)} and {SAME_JOB} {PLACED.name})"
+        f" unless {SAME_JOB} ({STEP_P99.name} > {LONG_STEP_SECONDS} unless {SAME_JOB}"
+        f" {_without_step(LONG_PROGRESS_MINUTES)})",
         "5m",
     ),
     Alert(
@@ -190,11 +201,11 @@ JOBS = (
         "The latest checkpoint of a job is old.",
         "The latest checkpoint of {{ $labels.namespace }}/{{ $labels.job_name }} is much older than its interval. A "
         "failure now repeats all steps since then.",
-        f"the latest checkpoint is older than {CHECKPOINT_INTERVALS} intervals and {CHECKPOINT_MINUTES} minutes, in "
-        f"which the job had nodes, or there is none after {CHECKPOINT_INTERVALS} intervals",
-        f"((time() - {_of_job('ptj_job_last_checkpoint_timestamp_seconds')} > {SAME_JOB} {CHECKPOINT_LIMIT})"
-        f" unless {SAME_JOB} (time() - {WAITED.name} <= {SAME_JOB} {CHECKPOINT_LIMIT})"
-        f" or (({OWN_STEPS} > {SAME_JOB}"
+        f"the latest checkpoint is older than {CHECKPOINT_INTERVALS} intervals and {CHECKPOINT_MINUTES} minutes, and "
+        f"the job has had nodes for as long, or there is none after {CHECKPOINT_INTERVALS} intervals",
+        f"((time() - {_of_job('ptj_job_last_checkpoint_timestamp_seconds')}) > {SAME_JOB} {CHECKPOINT_LIMIT}"
+        f" unless {SAME_JOB} (time() - max_over_time({UNPLACED.name}[{UNPLACED_HOURS}h]) <= {SAME_JOB}"
+        f" {CHECKPOINT_LIMIT}) or (({OWN_STEPS} > {SAME_JOB}"
         f" {CHECKPOINT_INTERVALS} * {_of_job('ptj_job_checkpoint_interval_steps')})"
         f" unless {SAME_JOB} ptj_job_last_checkpoint_step)) and {SAME_JOB} {PLACED.name}",
         "5m",
@@ -217,9 +228,10 @@ JOBS = (
         "{{ $labels.namespace }}/{{ $labels.job_name }} trains on {{ $value | humanize }} tokens per second and GPU: "
         f"less than {THROUGHPUT:.0%} of the median of the last 6 hours.",
         f"tokens per second and GPU are below {THROUGHPUT:.0%} of their median of 6 hours. A job of less than one hour "
-        "does not count",
+        "does not count, nor one of which ranks have restarted in the last 10 minutes",
         f"{THROUGHPUT_PER_RANK.name} < {THROUGHPUT} * quantile_over_time(0.5, {THROUGHPUT_PER_RANK.name}[6h])"
-        f" and {SAME_JOB} {THROUGHPUT_PER_RANK.name} offset 1h and {SAME_JOB} {PLACED.name}",
+        f" and {SAME_JOB} {THROUGHPUT_PER_RANK.name} offset 1h and {SAME_JOB} {PLACED.name}"
+        f" and {SAME_JOB} ({_of_job(f'min_over_time({TRAINING_RANKS}[10m])')} >= {SAME_JOB} {_of_job(TOTAL_RANKS)})",
         "10m",
     ),
     Alert(
@@ -277,7 +289,7 @@ JOBS = (
 )
 
 GROUPS = (
-    Group("meshwright.records", (PLACED, WAITED, FAILURES, STEP_P99, THROUGHPUT_PER_RANK, SECONDS, GOODPUT_RATIO)),
+    Group("meshwright.records", (PLACED, UNPLACED, FAILURES, STEP_P99, THROUGHPUT_PER_RANK, SECONDS, GOODPUT_RATIO)),
     Group("meshwright.operator", OPERATOR),
     Group("meshwright.jobs", JOBS),
 )

@@ -217,13 +217,14 @@ def costs(setting: Setting) -> list[Cost]:
 
 def _cost(setting: Setting, kind: str) -> Cost:
     saves = setting.inputs.saves
-    period = setting.interval if math.isfinite(setting.interval) else setting.step
-    begin = saves.stall + saves.durable + 2.0 * period
+    begin, period = saves.stall + saves.durable + 2.0 * setting.interval, setting.interval + saves.stall
+    if math.isinf(setting.interval):  # a failure strikes anywhere in the run, and costs all of it until then
+        begin, period = 0.0, min(setting.work, setting.horizon)
     each = []
     for place in range(_PLACES):
-        at = begin + (place + 0.5) / _PLACES * (period + (saves.stall if math.isfinite(setting.interval) else 0.0))
+        at = begin + (place + 0.5) / _PLACES * period
         kinds = setting.inputs.faults[kind]
-        span = at + _MOST_SECONDS + mean(kinds.repair)
+        span = 2.0 * at + _MOST_SECONDS + mean(kinds.repair)
         failures = TracedFailures([Failure(at, kind)])
         each.append(simulate(replace(setting, work=math.inf, horizon=span), 0, failures).seconds)
 

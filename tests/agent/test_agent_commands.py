@@ -313,6 +313,21 @@ async def test_a_command_reports_its_progress_in_its_file(coordinator: Coordinat
     assert agent.log.count("invalid line to its report file") == 2, "once for each rank"
 
 
+async def test_a_loss_that_is_not_a_number_replaces_the_one_before(
+    coordinator: Coordinator, start_agent: StartAgent
+) -> None:
+    agent = start_agent()
+    lines = ('{"step": 1, "loss": 2.5}', '{"step": 2, "loss": NaN}', '{"step": 3}')
+    write = "; time.sleep(0.1); ".join(f"report.write({line + chr(10)!r})" for line in lines)
+    opened = "report = open(os.environ['MESHWRIGHT_REPORT_FILE'], 'a', buffering=1)"
+    await start_generation(coordinator, 1, f"import os, time; {opened}; {write}")
+    assert await agent.exit_code() == 0
+    report = coordinator.last(0)
+    assert report is not None
+    assert report.progress is not None
+    assert (report.progress.step, report.progress.has_loss) == (3, False)
+
+
 async def test_progress_is_found_in_the_log_of_a_command(coordinator: Coordinator, start_agent: StartAgent) -> None:
     agent = start_agent()
     await start_generation(coordinator, 1, "print('step 12/100 loss 3.6'); print('step 13/100 loss 3.4')")

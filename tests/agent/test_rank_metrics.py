@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,24 @@ def test_phases_divide_the_time_of_a_step() -> None:
     assert found["ptj_pipeline_bubble_measured_ratio", ""] == 0.25
     assert found["ptj_pipeline_bubble_simulated_ratio", ""] == 0.2
     assert found["ptj_skipped_steps_total", ""] == 1
+
+
+def test_a_command_s_loss_may_be_no_number_and_a_loss_that_it_does_not_report_is_left_out() -> None:
+    metrics = WorkerMetrics("team-a", "job")
+    metrics.generation(1, [0], restart=False)
+    progress = CommandProgress()
+
+    def after(step: ReportedStep) -> float | None:
+        (done,) = progress.messages(step, float(step.step))
+        assert isinstance(done, StepDone)
+        metrics.step(0, done.report)
+        return values(metrics).get(("ptj_loss", ""))
+
+    assert after(ReportedStep(1)) is None
+    assert after(ReportedStep(2, 2.5)) == 2.5
+    assert after(ReportedStep(3, math.nan)) == pytest.approx(math.nan, nan_ok=True)
+    assert after(ReportedStep(4, 0.0)) == 0.0
+    assert after(ReportedStep(5)) == 0.0
 
 
 def test_a_rank_that_moves_takes_its_series_along() -> None:

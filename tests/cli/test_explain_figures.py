@@ -50,6 +50,7 @@ def test_every_schedule_is_drawn_in_80_columns(name: str):
     assert max(map(len, drawing)) <= 80
     _, simulation = timeline(KINDS[name], 4, micro_batches)
     assert f"Ranks wait {simulation.bubble:.1%}" in drawing[-2]
+    assert ("others fill it" in drawing[-2]) == KINDS[name].asynchronous
 
 
 def test_every_pass_of_1f1b_is_at_its_time():

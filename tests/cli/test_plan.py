@@ -119,7 +119,7 @@ def test_json_holds_what_the_operator_decides(manifest: Path, tmp_path: Path) ->
     plan, placement = choose_plan(spec, seen)
     assert placement is not None
     assert printed["plan"] == plan.to_status().model_dump(by_alias=True, exclude_none=True)
-    assert printed["placement"] == placement.to_status("job", {}).model_dump(by_alias=True)
+    assert printed["placement"] == placement.to_status("llama", {}).model_dump(by_alias=True)
     assert printed["estimate"]["stepSeconds"] > 0
     assert printed["wholeCluster"]["alternatives"]
 

@@ -101,6 +101,18 @@ def test_the_page_of_a_job_has_its_ledger_and_its_curves(tmp_path: Path):
     assert "measured times of passes" in page
 
 
+def test_the_waits_of_one_asynchronous_step_are_not_those_of_the_run():
+    spec = manifest()["spec"]
+    free = {"schedule": "PipeDream2BW", "zeroStage": 0}
+    job = manifest(
+        parallelism={**spec["parallelism"], **free},
+        training={**spec["training"], "optimizer": {"gradientClip": 0}},
+    )
+    alone = "of this step alone: without a flush, others fill it"
+    assert alone in render(page_of(planned_inputs(job)))
+    assert alone not in render(page_of(planned_inputs()))
+
+
 def test_the_page_of_a_running_pipeline_has_the_measured_timeline_below_the_simulated_one():
     ranks = [
         RankTimeline(52, stage, 4, [(f"F{stage}.{m}", 100 * (m + stage) - 2000, 90) for m in range(3)])

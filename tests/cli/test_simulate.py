@@ -148,6 +148,12 @@ def test_a_job_that_never_completes_says_so(tmp_path: Path) -> None:
     assert "Complete     no run within" in result.stdout
 
 
+def test_a_job_that_trains_for_less_time_than_it_starts_completes() -> None:
+    result = run("-f", EXAMPLES / "ten-line.yaml", "--node-failures", 0)
+    assert result.exit_code == 0, result.output
+    assert "Complete     after 5m expected" in result.stdout
+
+
 def test_a_command_needs_its_interval(tmp_path: Path) -> None:
     spec = changed(EXAMPLES / "torch-ddp.yaml", tmp_path)
     result = run("-f", spec, "--mtbf", "8h", "--step", "2s", "--interval", "10m", "--days", 3, "--runs", 5)

@@ -54,8 +54,14 @@ def placed_from(minute: int) -> dict[str, str]:
 
 PLACED = condition("Placed")
 INFO = {of_job("ptj_job_info", uid="u", tp="1", pp="1", dp="8"): f"1x{LONG}"}
+RESUMED = {
+    **INFO,
+    **PLACED,
+    of_job("ptj_job_status_condition", type="Suspended", status="True"): f"0x20 1x79 0x{LONG}",
+}
+"""A job that is suspended from minute 20 to minute 100."""
 STEP, RESTARTS = of_job("ptj_job_step"), of_job("ptj_job_restarts_total", cause="PodLost")
-RANKS = of_job("ptj_job_ranks", state="total")
+RANKS, TRAINING = of_job("ptj_job_ranks", state="total"), of_job("ptj_job_ranks", state="training")
 
 
 def buckets(**values: str) -> dict[str, str]:
@@ -149,7 +155,7 @@ def configuration_cases() -> list[Case]:
 def progress_cases() -> list[Case]:
     """Cases of alerts about jobs that do not train."""
     stuck = Firing("ml/llama has completed no step for 10 minutes, or for ten times its step time.")
-    total, training = RANKS, of_job("ptj_job_ranks", state="training")
+    total, training = RANKS, TRAINING
     resumed = placed_from(40)
     return [
         Case("PTJJobNotMakingProgress", "steps end", {**PLACED, STEP: "0+5x10 50x40"}, 30, stuck),
@@ -159,6 +165,9 @@ def progress_cases() -> list[Case]:
         Case("PTJJobNotMakingProgress", "it has just got nodes again", {**resumed, STEP: "50x90"}, 49),
         Case("PTJJobNotMakingProgress", "it got nodes again long ago", {**resumed, STEP: "50x90"}, 60, stuck),
         Case("PTJJobNotMakingProgress", "its steps take half an hour", {**PLACED, **LONG_STEPS}, 149),
+        Case("PTJJobNotMakingProgress", "it resumes slowly", {**RESUMED, STEP: f"50x{LONG}"}, 108),
+        Case("PTJJobNotMakingProgress", "it resumes, and hangs", {**RESUMED, STEP: f"50x{LONG}"}, 117, stuck),
+        Case("PTJJobNotMakingProgress", "its first steps are long", {**PLACED, STEP: "_x30 1x7 2x7 3x7"}, 37),
         Case("PTJJobNotMakingProgress", "even long steps end", {**PLACED, **LONG_STEPS}, 270, stuck),
         Case(
             "PTJJobNotTraining",
@@ -222,6 +231,16 @@ def restart_cases() -> list[Case]:
             35,
             Firing("ml/llama has restarted 3 times after failures in one hour."),
         ),
+        Case(
+            "PTJRestartLoop",
+            "another process leads",
+            {
+                f'{RESTARTS[:-1]},instance="a"}}': "3x31",
+                f'{RESTARTS[:-1]},instance="b"}}': "_x30 3x30",
+                **INFO,
+            },
+            31,
+        ),
         Case("PTJRestartLoop", "two in an hour", {**INFO, RESTARTS: "_x10 1x10 2x100"}, 35),
         Case("PTJRestartLoop", "three in a day", {**INFO, RESTARTS: "_x10 1x70 2x70 3x100"}, 155),
         Case("PTJCheckpointStale", "it is old", {**PLACED, saved: "60x90", every: "300x90"}, 45, stale),
@@ -230,6 +249,19 @@ def restart_cases() -> list[Case]:
             "there is none",
             {**PLACED, STEP: "40x90", of_job("ptj_job_checkpoint_interval_steps"): "10x90"},
             10,
+            stale,
+        ),
+        Case(
+            "PTJCheckpointStale",
+            "the job has just resumed",
+            {**RESUMED, saved: f"1200x{LONG}", every: f"900x{LONG}"},
+            140,
+        ),
+        Case(
+            "PTJCheckpointStale",
+            "the job has resumed, and saves none",
+            {**RESUMED, saved: f"1200x{LONG}", every: f"900x{LONG}"},
+            155,
             stale,
         ),
         Case("PTJCheckpointStale", "it is saved again and again", {**PLACED, saved: "0+60x90", every: "300x90"}, 45),
@@ -294,14 +326,30 @@ def speed_cases() -> list[Case]:
         Case(
             "PTJThroughputDrop",
             "half as fast",
-            {**PLACED, tokens: slow, RANKS: "8x400"},
+            {**PLACED, tokens: slow, RANKS: "8x400", TRAINING: "8x400"},
             275,
             Firing(
                 "ml/llama trains on 62.5 tokens per second and GPU: less than 80% of the median of the last 6 hours."
             ),
         ),
-        Case("PTJThroughputDrop", "as fast as before", {**PLACED, tokens: "0+60000x300", RANKS: "8x400"}, 275),
-        Case("PTJThroughputDrop", "half of the GPUs", {**PLACED, tokens: slow, RANKS: "8x240 4x100"}, 275),
+        Case(
+            "PTJThroughputDrop",
+            "as fast as before",
+            {**PLACED, tokens: "0+60000x300", RANKS: "8x400", TRAINING: "8x400"},
+            275,
+        ),
+        Case(
+            "PTJThroughputDrop",
+            "half of the GPUs",
+            {**PLACED, tokens: slow, RANKS: "8x240 4x100", TRAINING: "8x240 4x100"},
+            275,
+        ),
+        Case(
+            "PTJThroughputDrop",
+            "it has restarted",
+            {**PLACED, tokens: "0+60000x240 14400000x4 14460000+60000x60", RANKS: "8x400", TRAINING: "8x239 0x4 8x60"},
+            253,
+        ),
         Case(
             "PTJStraggler",
             "one of three ranks",

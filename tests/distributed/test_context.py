@@ -168,6 +168,13 @@ def test_attention_over_ranks_equals_one_rank(
         assert max(errors) < 1e-13
 
 
+@pytest.mark.parametrize("inner", [1, 2])
+def test_the_mix_may_have_rings_or_exchanges_of_one_rank(pool: RankPool, inner: int) -> None:
+    run = small_run(context=2, method=ContextMethod.RING_ULYSSES, ulysses=inner)
+    for errors in pool.run(attention_errors, run, 27, timeout=240):
+        assert max(errors) < 1e-13
+
+
 DOCUMENTS = {
     "across ranks": [[0] * 5 + [1] * 13 + [2] * 9, [0] * 1 + [4] * 20 + [9] * 6],
     "one": [[0] * 27, [0] * 27],

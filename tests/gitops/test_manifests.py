@@ -16,7 +16,14 @@ from tests import definition
 from tests.conflicts import ROOT
 from tests.gitops.test_health import EXAMPLES, documents
 
-REFERENCES = {"claimName": "PersistentVolumeClaim", "configMapName": "ConfigMap", "secretName": "Secret"}
+REFERENCES = {
+    "claimName": "PersistentVolumeClaim",
+    "configMapName": "ConfigMap",
+    "secretName": "Secret",
+    "serviceAccountName": "ServiceAccount",
+    "resourceClaimName": "ResourceClaim",
+    "resourceClaimTemplateName": "ResourceClaimTemplate",
+}
 NAMED = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "imagePullSecrets": "Secret"}
 
 

@@ -14,9 +14,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from meshwright.api.parsing import parse_spec
 from meshwright.crd.definition import custom_resource_definition
-from meshwright.rules.validation import check_spec
+from meshwright.crd.manifest_check import check_manifest
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.kubeconfig import write_kubeconfig
 from meshwright_local.kube.resources import CRDS, JOBS
@@ -78,7 +77,7 @@ def test_conditions_have_the_same_order_in_every_stage(life: list[Stage]) -> Non
 def test_the_job_of_the_workflow_is_valid_and_its_account_may_submit_it() -> None:
     workflow, role = documents("argo-workflows.yaml")
     (parameter,) = workflow["spec"]["arguments"]["parameters"]
-    assert check_spec(parse_spec(yaml.safe_load(parameter["value"]))) == []
+    assert check_manifest(yaml.safe_load(parameter["value"])) == []
     assert workflow["spec"]["entrypoint"] in {item["name"] for item in workflow["spec"]["templates"]}
     assert workflow["spec"]["serviceAccountName"] == role["metadata"]["name"]
     assert {"get", "watch", "create", "patch"} <= set(role["rules"][0]["verbs"])

@@ -10,6 +10,8 @@ import yaml
 
 from meshwright.api.parsing import parse_spec
 from meshwright.api.status import WorkerPlacement
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.plan import make_plans
 from meshwright.rules.validation import check_spec
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
 from tests.operator.support import ROOT, Api
@@ -17,6 +19,7 @@ from tests.operator.support import ROOT, Api
 UID = "0f1e2d3c-0000-4000-8000-000000000000"
 FILES = sorted((ROOT / "examples" / "clusters").glob("*.yaml"))
 GPUS = {"nvidia.com/gpu": "8"}
+MI300X_BYTES = 192 * 10**9
 RAILS = {f"nvidia.com/sriov_resource_rail_{rail}": "1" for rail in range(8)}
 LIMITS = {
     "eks-efa": {**GPUS, "vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi"},
@@ -42,6 +45,21 @@ def test_a_pod_carries_what_its_platform_needs(path: Any) -> None:
     limits = dict(pod_of(path)["spec"]["containers"][0]["resources"]["limits"])
     limits.pop("memory")
     assert limits == LIMITS[path.stem]
+
+
+def test_a_rank_fits_on_gpus_whose_memory_the_planner_does_not_know() -> None:
+    job = yaml.safe_load((ROOT / "examples" / "clusters" / "mi300.yaml").read_text(encoding="utf-8"))
+    size = {"amd.com/gpu": "8", "cpu": "192", "memory": "2Ti", "pods": "110", "rdma/ib": "8"}
+    ready = [{"type": "Ready", "status": "True"}]
+    nodes = [
+        {"metadata": {"name": name}, "status": {"capacity": size, "allocatable": size, "conditions": ready}}
+        for name in "abcd"
+    ]
+    for replicas in (2, 4):
+        spec = parse_spec({**job, "spec": {**job["spec"], "replicas": replicas}})
+        (plan, *_) = make_plans(spec, Inventory.from_objects(nodes, [], gpu_resource=spec.workers.gpu_resource))
+        assert plan.memory is not None
+        assert plan.memory.total < 0.97 * MI300X_BYTES
 
 
 def test_groups_and_networks_reach_the_pods() -> None:

@@ -69,6 +69,32 @@ async def test_a_fatal_finding_moves_the_job_to_other_nodes(reports: dict[str, P
     assert condition(world) == ("True", "PreflightPassed")
 
 
+async def test_a_node_that_is_repaired_is_tried_again_after_minutes(
+    reports: dict[str, PreflightReport | None],
+) -> None:
+    reports["*"] = PreflightReport(findings=[MEMLOCK])
+    world = World(46, nodes=2, work=10**6)
+    world.submit(small("job", 2, preflight={"fatal": ["LockedMemory"]}))
+    await world.run(20)
+    assert "PreflightFailed" in world.operators[0].notes.reasons("job")
+    reports["*"] = PreflightReport()
+    await world.run(250)
+    assert world.true("job", "Ready")
+
+
+async def test_an_edit_that_ignores_the_finding_starts_the_job_on_the_same_nodes(
+    reports: dict[str, PreflightReport | None],
+) -> None:
+    reports["*"] = PreflightReport(findings=[MEMLOCK])
+    world = World(47, nodes=2, work=10**6)
+    world.submit(small("job", 2, preflight={"fatal": ["LockedMemory"]}))
+    await world.run(60)
+    assert not world.true("job", "Ready")
+    edit(world, "job", preflight={"mode": "Ignore"})
+    await world.run(40)
+    assert world.true("job", "Ready")
+
+
 async def test_agents_that_never_check_are_not_waited_for_long(reports: dict[str, PreflightReport | None]) -> None:
     reports["*"] = None
     world = World(43, nodes=4, work=10**6)

@@ -32,7 +32,7 @@ def figures() -> dict[str, str]:
 
 def _schedule(name: str) -> str:
     made, simulation = timeline(KINDS[name], RANKS, MICRO_BATCHES)
-    title = f"{name} with {RANKS} ranks and {MICRO_BATCHES} micro-batches. {summary(simulation)}"
+    title = f"{name} with {RANKS} ranks and {MICRO_BATCHES} micro-batches. {summary(KINDS[name], simulation)}"
     return to_file(schedule_figure(made, simulation, title, width=860, with_legend=True))
 
 

@@ -60,10 +60,9 @@ def schedule(
     click.echo(title)
     for line in schedule_lines(made, simulation):
         click.echo(line)
-    click.echo("\n".join(summary(simulation).split(". ")))
-    write_svg(
-        svg, lambda: schedule_figure(made, simulation, f"{title}. {summary(simulation)}", width=860, with_legend=True)
-    )
+    about = summary(kind, simulation)
+    click.echo("\n".join(about.split(". ")))
+    write_svg(svg, lambda: schedule_figure(made, simulation, f"{title}. {about}", width=860, with_legend=True))
 
 
 def timeline(
@@ -87,10 +86,13 @@ def timeline(
     return made, simulate(made, each)
 
 
-def summary(simulation: Simulation) -> str:
-    """Return bubble and micro-batches in flight in two sentences."""
+def summary(kind: PipelineScheduleKind, simulation: Simulation) -> str:
+    """Return bubble and micro-batches in flight in two sentences. Of an asynchronous pipeline one step is drawn."""
     in_flight = ", ".join(map(str, simulation.in_flight))
-    return f"Ranks wait {simulation.bubble:.1%} of the time. Most micro-batches in flight, by rank: {in_flight}"
+    waits = f"Ranks wait {simulation.bubble:.1%} of the time"
+    if kind.asynchronous:
+        waits = f"{waits} in this step alone: without a flush, others fill it"
+    return f"{waits}. Most micro-batches in flight, by rank: {in_flight}"
 
 
 def _requirement(kind: PipelineScheduleKind, ranks: int, micro_batches: int) -> str:

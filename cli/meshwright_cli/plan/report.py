@@ -35,6 +35,8 @@ from meshwright_cli.plan.pod_additions import NO_ADDITIONS, PodAdditions
 
 MAX_NAMED = 8
 """Largest number of nodes to free that a message names."""
+UNNAMED = "job"
+"""The name in place of that of a job that has none yet."""
 QUICK_EFFORT = 50_000
 """Search effort for a placement that is only compared with."""
 
@@ -60,6 +62,8 @@ class PlanReport:
     what_if: tuple[WhatIf, ...] = ()
     proposal: ParallelTrainingJobSpec | None = None
     """The job in the layout of `whole_cluster`. None if techniques of other runtimes were allowed."""
+    name: str = UNNAMED
+    """The job's name, with which the names of its pods begin."""
 
     @property
     def gpus(self) -> int:
@@ -100,7 +104,8 @@ def plan_report(
     inventory = replace(inventory, warnings=(*inventory.warnings, *mistakes))
     plans = [additions.extended(spec, plan) for plan in make_plans(spec, inventory)]
     cost_model = cost_model_for(with_own_batch(spec), plans[0].architecture, inventory)
-    placed = _placed(spec, plans, inventory, cost_model)
+    name = str((job.get("metadata") or {}).get("name") or UNNAMED)
+    placed = replace(_placed(spec, plans, inventory, cost_model), name=name)
     if cost_model is None:
         return placed
     techniques = ALL_TECHNIQUES if every_technique else MESHWRIGHT_TECHNIQUES

@@ -21,7 +21,7 @@ def document(plan_report: PlanReport) -> dict[str, Any]:
     return {
         "plan": _plan(plan),
         "estimate": _estimate(plan.estimate) if plan.estimate else None,
-        "placement": placement.to_status("job", {}).model_dump(by_alias=True) if placement else None,
+        "placement": placement.to_status(plan_report.name, {}).model_dump(by_alias=True) if placement else None,
         "placementQuality": (
             {
                 "cost": placement.cost,

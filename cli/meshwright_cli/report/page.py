@@ -58,6 +58,8 @@ class Timeline:
     estimated: bool
     """Whether the passes have estimated times. Otherwise each takes equally long."""
     cut: bool
+    alone: bool = False
+    """Whether steps overlap, and only one of them is drawn."""
     measured: MeasuredTimeline | None = None
 
 
@@ -280,6 +282,7 @@ def _timeline(inputs: ReportInputs) -> Timeline | None:
         measured_bubble=measured,
         estimated=estimated,
         cut=slots > MAX_SLOTS,
+        alone=kind_of(inputs.plan.schedule).asynchronous if inputs.plan.schedule else False,
         measured=_measured_timeline(inputs.measured) if inputs.measured is not None else None,
     )
 

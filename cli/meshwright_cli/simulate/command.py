@@ -35,7 +35,7 @@ COMMAND_DAYS = 90.0
 MOST_FAILURES = 20_000
 """Failures of a run, above which a simulation takes minutes."""
 LONGEST = 20.0
-"""A run ends after so many times the training of the job."""
+"""A run ends after so many times the start and the training of the job."""
 
 
 def _print_published(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -172,7 +172,7 @@ def _setting(planned: PlannedJob, inputs: Inputs, options: dict[str, Any]) -> tu
         interval=_interval(planned, options, step),
         step=step,
         work=work,
-        horizon=days * 86400.0 if days is not None else LONGEST * work,
+        horizon=days * 86400.0 if days is not None else LONGEST * (mean(inputs.start) + work),
         gpus=planned.plan.layout.world_size,
         units=planned.units,
         nodes_per_unit=planned.nodes // planned.units,

@@ -247,6 +247,8 @@ def _micro_batches(request: SearchRequest, used: Strategy) -> str:
     tail = f"; the pipeline idles {idle}% of a step" if plain else ""
     if request.pins.micro_batches is not None:
         return set_by(name, "parallelism.microBatches") + tail
+    if pipeline == 1 and request.memory_limit(1) == inf:
+        return f"{name}: the fewest; set `parallelism.microBatches` if the GPUs, whose memory is not known, hold less"
     if pipeline == 1:
         return f"{name}: the fewest whose activations fit"
     if request.machine is not None:

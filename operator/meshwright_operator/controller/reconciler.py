@@ -56,6 +56,7 @@ from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.missing_claims import MissingClaim, wait_for_claims
 from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
+from meshwright_operator.decide.preflight import CHECK_FAILED
 from meshwright_operator.decide.profile_use import record_profile
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
@@ -173,6 +174,8 @@ class Reconciler:
     def _avoid_nodes(self, key: JobKey, draft: Decision) -> None:
         """Pass the nodes on to the scheduler that the job must not use, or not for a while."""
         observed = draft.observed
+        if observed.generation != observed.status.observed_generation:  # the finding may be allowed now
+            self._scheduler.forget_avoided(observed.uid, CHECK_FAILED)
         self._scheduler.avoid(observed.uid, draft.avoid, draft.avoid_seconds)
         unreachable = {}
         if self._devices is not None and observed.spec.workers.resource_claims:

@@ -22,6 +22,7 @@ from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.gang_actions import EndAttempt, Place, size_of
 from meshwright_operator.decide.incarnations import NAME_TAKEN, NO_NAME_LEFT, next_incarnations
 from meshwright_operator.decide.observed import PodState, Worker, has_started
+from meshwright_operator.decide.preflight import PREFLIGHT_FAILED
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import counted, sentences, with_warnings
@@ -40,7 +41,9 @@ RETAINED_RETRY_SECONDS = 3.0
 FIRST_RETRY_SECONDS = 15.0
 LONGEST_RETRY_SECONDS = 600.0
 AVOID_FAILED_NODE_SECONDS = 120.0
-"""How long a job avoids a node that rejected its pod, or from which its agent did not poll. Doubled by each attempt."""
+"""How long a job avoids a node that rejected its pod, from which its agent did not poll, or where a fatal check of its
+pod failed. Doubled by each attempt.
+"""
 LONGEST_AVOID_SECONDS = 900.0
 
 NEEDS_USER_ACTION = frozenset(
@@ -185,7 +188,7 @@ def end_attempt(decision: Decision, action: EndAttempt) -> None:
     decision.condition(names.PLACED, False, action.reason, text)
     decision.job_state(action.reason, text, stalled=action.reason in NEEDS_USER_ACTION)
     decision.avoid |= action.avoid
-    if action.reason in ("PodRejected", "AgentsMissing"):  # the node may be usable again soon
+    if action.reason in ("PodRejected", "AgentsMissing", PREFLIGHT_FAILED):  # the node may be usable again soon
         decision.avoid_seconds = min(
             AVOID_FAILED_NODE_SECONDS * 2.0 ** min(mesh.attempts - 1, 8), LONGEST_AVOID_SECONDS
         )

@@ -24,6 +24,8 @@ from meshwright_operator.text import capitalized, counted, sentences
 PREFLIGHT_FAILED = "PreflightFailed"
 """Reason of the condition and of the event, and of an attempt that a fatal finding ends."""
 PASSED = "PreflightPassed"
+CHECK_FAILED = "a check of a pod of this job failed"
+"""Why the job avoids a node for a while."""
 WAIT_SECONDS = 30.0
 """Time for which ranks wait for the checks of their pods, if any check is fatal."""
 MAX_NAMED = 3
@@ -80,7 +82,7 @@ def obstacle(observed: Observed) -> Wait | EndAttempt | None:
     fatal = [one for one in findings(observed) if one.finding.check in policy.fatal]
     if fatal:
         pods = {one.worker.index: one.worker for one in fatal}
-        avoid = {worker.node: "a check of a pod of this job failed" for worker in pods.values() if worker.node}
+        avoid = {worker.node: CHECK_FAILED for worker in pods.values() if worker.node}
         message = capitalized(sentences(*(one.sentence for one in fatal[:MAX_NAMED])))
         return EndAttempt(PREFLIGHT_FAILED, message, tuple(w.pod for w in pods.values() if w.pod is not None), avoid)
     left = WAIT_SECONDS - observed.audible_seconds(observed.mesh.pending_since)

@@ -234,6 +234,14 @@ class JobScheduler:
         until = self._clock() + (AVOID_SECONDS if seconds is None else seconds)
         self._avoided.setdefault(uid, {}).update({name: (until, why) for name, why in nodes.items()})
 
+    def forget_avoided(self, uid: str, reason: str) -> None:
+        """Forgets which nodes `avoid` excludes for this reason for the job with this uid."""
+        avoided = self._avoided.get(uid, {})
+        left = {name: entry for name, entry in avoided.items() if entry[1] != reason}
+        if len(left) < len(avoided):
+            self._avoided[uid] = left
+            self._placer.nodes_changed()
+
     def set_blocked(self, uid: str, nodes: Mapping[str, str]) -> None:
         """Excludes these nodes (name -> reason), and no others, for the job with this uid until the next call."""
         before = self._blocked.pop(uid, {})

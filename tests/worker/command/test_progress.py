@@ -220,6 +220,13 @@ def test_repetitions_and_floods_are_left_out() -> None:
     assert again.report.loss == 1.5
 
 
+def test_a_loss_that_is_not_a_number_is_repeated_no_more_often_than_another() -> None:
+    progress = CommandProgress()
+    assert [len(progress.messages(ReportedStep(1, math.nan), 10.0 + n / 1000)) for n in range(3)] == [1, 0, 0]
+    assert len(progress.messages(ReportedStep(1, 2.0), 10.1)) == 1
+    assert len(progress.messages(ReportedStep(1, math.nan), 10.2)) == 1
+
+
 def test_the_last_step_of_a_flood_is_reported_at_the_end() -> None:
     progress = CommandProgress()
     assert progress.rest(0.5) == []

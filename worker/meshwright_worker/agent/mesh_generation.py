@@ -263,8 +263,8 @@ class MeshGeneration:
             self._record_latest(report)
 
     def _record_latest(self, report: StepReport) -> None:
-        if not self.uses_builtin_runtime and math.isnan(report.loss) and self.latest is not None:
-            report = replace(report, loss=self.latest.loss)  # a line about a step may come before the one with its loss
+        if not report.has_loss and self.latest is not None:  # a line about a step may come before the one with its loss
+            report = replace(report, loss=self.latest.loss, has_loss=self.latest.has_loss)
         self.total_steps = report.total_steps or self.total_steps
         self.latest = report
         if report.seconds > 0:  # a command's first report of a start has no time, nor has a second one about a step

@@ -330,7 +330,7 @@ class WorkerMetrics(Exporter):
                 if rank == 0 or of_every_rank:
                     names = (*self._job, str(rank)) if of_every_rank else self._job
                     samples = _samples(metric.kind, metric.source, reports)
-                    if reports[-1].partial:
+                    if reports[-1].partial and not (metric.name == type(self).loss.name and reports[-1].has_loss):
                         samples = [(more, value) for more, value in samples if value and not math.isnan(value)]
                     record(self.exported(metric), (((*names, *more), value) for more, value in samples))
         self._pending.clear()

@@ -65,7 +65,9 @@ class CommandProgress:
 
 def _adds(found: ReportedStep, last: ReportedStep) -> bool:
     """Whether a report about the same step says more than the last one, such as its loss."""
-    return found.step == last.step and found.loss is not None and found.loss != last.loss
+    if found.step != last.step or found.loss is None:
+        return False
+    return last.loss is None or not (found.loss == last.loss or (math.isnan(found.loss) and math.isnan(last.loss)))
 
 
 def _report(found: ReportedStep, seconds: float) -> StepReport:
@@ -80,4 +82,5 @@ def _report(found: ReportedStep, seconds: float) -> StepReport:
         data_seconds=0.0,
         total_steps=found.total_steps,
         partial=True,
+        has_loss=found.loss is not None,
     )

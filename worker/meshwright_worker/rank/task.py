@@ -183,6 +183,8 @@ class StepReport:
     """Steps of the run, as a user's command reports them."""
     partial: bool = False
     """Whether it is that of a user's command: numbers that the command does not report are NaN or 0."""
+    has_loss: bool = True
+    """Whether the command reports the loss, which may be NaN."""
     tracking_failures: int = 0
     """Failures of experiment trackers since the last report."""
     timeline: RankTimeline | None = None

@@ -86,12 +86,13 @@ class _RingAttention(torch.autograd.Function):
             if gradient_transfer is not None:
                 earlier_key_grad, earlier_value_grad = gradient_transfer.wait()
                 key_grad, value_grad = key_grad.add_(earlier_key_grad), value_grad.add_(earlier_value_grad)
-            gradient_transfer = ring.pass_on((key_grad, value_grad), turn)
+            # A ring of one rank has the sums already, and gloo cannot send to itself.
+            gradient_transfer = ring.pass_on((key_grad, value_grad), turn) if ring.ranks > 1 else None
             if transfer is not None:
                 received_key, received_value = transfer.wait()
                 key_value = (received_key, received_value)
-        assert gradient_transfer is not None
-        key_grad, value_grad = gradient_transfer.wait()
+        if gradient_transfer is not None:
+            key_grad, value_grad = gradient_transfer.wait()
         return grads.query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), None
 
 
