@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+STDIN = Path("-")
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -29,10 +31,15 @@ class Duration(click.ParamType[float]):
 
 
 def manifest_parameter(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument MANIFEST, and `-f` for the same. The command gets the path as `manifest`."""
+    """Add the argument MANIFEST, and `-f` for the same. The command gets the path as `manifest`: see `input_text`."""
 
     @click.argument("manifest", metavar="MANIFEST", type=click.Path(path_type=Path), required=False)
-    @click.option("-f", "--filename", type=click.Path(path_type=Path), help="The same as MANIFEST, as in kubectl.")
+    @click.option(
+        "-f",
+        "--filename",
+        type=click.Path(path_type=Path),
+        help="The same as MANIFEST, as in kubectl: a file, or - for standard input.",
+    )
     @functools.wraps(function)
     def with_manifest(*args: Any, manifest: Path | None, filename: Path | None, **more: Any) -> Any:
         given = [path for path in (manifest, filename) if path is not None]
@@ -42,3 +49,17 @@ def manifest_parameter(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, manifest=given[0], **more)
 
     return with_manifest
+
+
+def input_text(path: Path) -> str:
+    """The text of a file, or for `-` of standard input, which may be read again in the same command.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if path != STDIN:
+        return path.read_text()
+    known = click.get_current_context().meta
+    if "stdin" not in known:
+        known["stdin"] = sys.stdin.read()
+    return str(known["stdin"])

@@ -64,6 +64,13 @@ def test_the_manifest_is_an_argument_or_an_option(manifest):
         assert "exactly one manifest is needed: `plan FILE`, or `plan -f FILE`" in wrong.output
 
 
+def test_the_manifest_may_come_from_standard_input(manifest):
+    words = ["plan", "-f", "-", "--gpus", "16"]
+    assert CliRunner().invoke(main, words, input=manifest.read_text()).output == run(manifest, "--gpus", 16).output
+    empty = CliRunner().invoke(main, words, input="")
+    assert (empty.exit_code, empty.output) == (1, "Error: -: expected exactly one ParallelTrainingJob, found 0\n")
+
+
 @pytest.mark.parametrize(
     "text",
     ["metadata: {creationTimestamp: 2020-13-41}", f"spec: {{replicas: {'9' * 5000}}}", "[" * 500],

@@ -21,7 +21,7 @@ from meshwright.planner.search.request import Objective
 from meshwright_cli.cost.forecast import Forecast, as_json, forecast, sentences
 from meshwright_cli.fabric import fabric_option, read_fabric
 from meshwright_cli.jobs.output import line_as_lines, terminal_width
-from meshwright_cli.parameters import manifest_parameter
+from meshwright_cli.parameters import input_text, manifest_parameter
 from meshwright_cli.plan.framework_launch import as_json as launch_as_json
 from meshwright_cli.plan.framework_launch import launch_for, script
 from meshwright_cli.plan.inventory_file import MAX_NODES, UNLIMITED, InventoryFileError, NodeEntry, nodes_of, read_nodes
@@ -169,7 +169,7 @@ def job_of_manifest(filename: Path) -> dict[str, Any]:
         click.ClickException: the file cannot be read, does not contain exactly one job, or a cluster would reject it.
     """
     try:
-        documents = load_documents(filename.read_text())
+        documents = load_documents(input_text(filename))
     except OSError as error:
         raise click.ClickException(f"{filename}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -29,6 +29,7 @@ from meshwright.planner.plan import Plan
 from meshwright.profiles.document import Profiles, ProfilesError, parse_profiles
 from meshwright.profiles.merged import conflict, with_extra_request, with_profile
 from meshwright.profiles.profile import Profile
+from meshwright_cli.parameters import input_text
 
 RESOURCES = {kind: resource for resource, kind in KINDS.items()}
 READ = ("ResourceSlice", "DeviceClass", *RESOURCES)
@@ -201,7 +202,7 @@ def _notes(
 def _items(file: Path) -> list[KubeObject]:
     """The objects in a file, and in its lists. The file has been read before: what is not an object is left out."""
     try:
-        text = file.read_text()
+        text = input_text(file)
         documents = list(yaml.safe_load_all(text)) if any(kind in text for kind in READ) else []
     except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return []
