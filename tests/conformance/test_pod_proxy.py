@@ -46,10 +46,10 @@ async def test_forwards_path_and_query_but_no_credentials(api, port):
 async def test_pods_that_cannot_answer(api):
     await api.call("POST", api.pods, api.pod("pending"))
     assert (await api.call("GET", f"{api.pods}/nobody:80/proxy/"))[0] == 404
-    assert (await api.call("GET", f"{api.pods}/pending:80/proxy/"))[0] in (500, 503)
+    assert (await api.call("GET", f"{api.pods}/pending:80/proxy/"))[0] == 400
     await running(api, "silent", "127.0.0.1")
     status, answer = await api.call("GET", f"{api.pods}/silent:1/proxy/")
-    assert status in (403, 500, 503), answer
+    assert status == (503 if api.server.embedded else 400), answer  # a real server forwards to no loopback address
 
 
 async def test_needs_its_own_right(api):

@@ -101,3 +101,14 @@ async def test_immutable_config_map(api):
     await api.call("POST", api.maps, {**api.config_map("i"), "immutable": True})
     assert (await api.call("PATCH", f"{api.maps}/i", {"data": {"k": "w"}}, MERGE))[0] == 422
     assert (await api.call("PATCH", f"{api.maps}/i", {"metadata": {"labels": {"a": "b"}}}, MERGE))[0] == 200
+
+
+async def test_names_in_paths(api, made):
+    for method, body in (("GET", None), ("DELETE", None), ("PATCH", {"data": {}})):
+        code, answer = await api.call(method, f"{api.maps}/a%25b", body, MERGE)
+        assert (code, answer["message"]) == (400, "Name parameter invalid: \"a%b\": may not contain '%'")
+    for name in ("c", "nobody", "a%25b"):
+        code, answer = await api.call("PUT", f"{api.maps}/{name}", api.config_map("other"))
+        assert (code, answer["reason"]) == (400, "BadRequest")
+        assert answer["message"].startswith("the name of the object (other) does not match the name on the URL (")
+    assert (await api.call("PUT", f"{api.maps}/nobody", api.config_map("nobody")))[0] in (201, 404)

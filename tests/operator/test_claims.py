@@ -319,7 +319,12 @@ async def _life_with_devices(api: Api) -> None:
 
     await until(missing, "the template and the claim are missing")
     await api.create(TEMPLATES, template("nics"))
-    pods = await until(lambda: api.pods("claims"), "the pods are created", 60)
+
+    async def both() -> list[KubeObject]:
+        found = await api.pods("claims")
+        return found if len(found) == len(("n0", "n2")) else []
+
+    pods = await until(both, "the pods are created", 60)
     affinities = [json.dumps(pod["spec"]["affinity"]) for pod in pods]
     assert sorted(name for name in ("n0", "n1", "n2", "n3") if any(f'"{name}"' in text for text in affinities)) == [
         "n0",

@@ -152,6 +152,7 @@ class Handlers:
         }
 
     def _existing(self, call: Call) -> KubeObject:
+        _check_path_segment(call.target.name)
         found = self.store.find(call.resource.key, call.target.namespace, call.target.name)
         if found is None:
             raise call.resource.not_found(call.target.name)
@@ -170,6 +171,7 @@ class Handlers:
 
     async def _get(self, call: Call) -> web.Response:
         list_options(call.request.query)
+        _check_path_segment(call.target.name)
         as_of, key, place = self._as_of(call), call.resource.key, (call.target.namespace, call.target.name)
         found = (
             self.store.get(key, *place) if as_of is None else dict(self.store.items(key, place[0], as_of)).get(place)
@@ -217,6 +219,7 @@ class Handlers:
 
     async def _replace(self, call: Call) -> web.Response:
         view, options, new = call.view(), call.options(), await call.object()
+        _check_name(new, call.target.name)
         updated = self.objects.replace(call.resource, self._existing(call), new, options, call.target.subresource)
         return _reply(view, updated, 200, options)
 
@@ -361,6 +364,20 @@ class Handlers:
             status.setdefault("disruptedPods", {})[pod["metadata"]["name"]] = timestamps.now()
             if not dry_run:
                 self.objects.commit(self.objects.registry.builtin(BUDGETS), budget)
+
+
+def _check_path_segment(name: str) -> None:
+    """Raise `ApiError` for a name that no object can have, because it would lead elsewhere in a path."""
+    problem = f"may not be '{name}'" if name in (".", "..") else "may not contain '%'" if "%" in name else ""
+    if problem:
+        raise status_errors.bad_request(f'Name parameter invalid: "{name}": {problem}')
+
+
+def _check_name(obj: KubeObject, name: str) -> None:
+    """Raise `ApiError` if an object that replaces another one has another name than the request."""
+    given = (obj.get("metadata") or {}).get("name")
+    if given and given != name:
+        raise status_errors.bad_request(f"the name of the object ({given}) does not match the name on the URL ({name})")
 
 
 def _with_revision_of(old: KubeObject, given: KubeObject) -> KubeObject:

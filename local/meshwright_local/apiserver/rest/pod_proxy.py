@@ -40,7 +40,7 @@ async def forward(request: web.Request, pod: KubeObject, name: str) -> web.Strea
         raise bad_request(f"the port of {name} is not a number: ports of pods have no names here")
     address = (pod.get("status") or {}).get("podIP")
     if not address:
-        raise ApiError(503, "ServiceUnavailable", f"pod {pod['metadata']['name']} has no address yet")
+        raise bad_request("address not allowed")
     rest = request.path.partition(f"/{name}/{SUBRESOURCE}")[2]
     url = f"{scheme}://{address}:{port}{rest or '/'}"
     headers = {key: request.headers[key] for key in _HEADERS if key in request.headers}
