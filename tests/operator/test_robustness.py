@@ -247,6 +247,21 @@ def test_a_silent_watch_is_stale_and_a_bookmark_is_a_sign_of_life(monkeypatch: p
     assert 'last_contact_timestamp_seconds{resource="paralleltrainingjobs"}' in metrics.exposition().decode()
 
 
+def test_a_stale_watch_of_one_namespace_shows_beside_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: 1000.0 + now)
+    metrics = OperatorMetrics()
+    liveness = WatchLiveness(metrics, stale_after=60.0)
+    liveness.track([pods_path("red"), pods_path("blue"), jobs_path("red")])
+    now = 500.0
+    liveness.seen(pods_path("blue"))
+    liveness.seen(jobs_path("red"))
+    page = metrics.exposition().decode()
+    assert 'last_contact_timestamp_seconds{resource="pods"} 1100.0' in page
+    assert 'last_contact_timestamp_seconds{resource="paralleltrainingjobs"} 1500.0' in page
+
+
 def test_every_line_of_a_reconcile_says_which_job_it_is_about() -> None:
     record = logging.makeLogRecord({"name": "x", "levelname": "INFO", "msg": "a pod is gone", "reason": "PodLost"})
     with logging_config.log_context(job=str(JobKey("default", "train")), generation=3):

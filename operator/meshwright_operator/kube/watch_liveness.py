@@ -36,9 +36,13 @@ class WatchLiveness:
 
     def seen(self, path: str) -> None:
         """Record that the watch with this path received data."""
-        if path in self._last_seen:
-            self._last_seen[path] = time.monotonic()
-            self._metrics.last_contact.labels(resource_of(path)).set_to_current_time()
+        if path not in self._last_seen:
+            return
+        now, resource = time.monotonic(), resource_of(path)
+        self._last_seen[path] = now
+        # Each namespace has a watch of its own. One that is stale must not be hidden by another.
+        oldest = min(seen for watch, seen in self._last_seen.items() if resource_of(watch) == resource)
+        self._metrics.last_contact.labels(resource).set(time.time() - (now - oldest))
 
     def stale(self) -> list[str]:
         """Paths of the watches that have received no data for too long."""

@@ -82,7 +82,8 @@ class OperatorMetrics(Exporter):
     )
     last_contact = GaugeMetric(
         "ptj_watch_last_contact_timestamp_seconds",
-        "Unix time of the last event, bookmark or new connection of a watch.",
+        "Unix time of the last event, bookmark or new connection of a watch; the earliest of the watches of several "
+        "namespaces.",
         Label("resource", ("paralleltrainingjobs", "pods", "nodes")),
     )
     last_resync = GaugeMetric(
