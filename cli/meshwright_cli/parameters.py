@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-STDIN = Path("-")
+STDIO = Path("-")
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -57,7 +57,7 @@ def input_text(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    if path != STDIN:
+    if path != STDIO:
         return path.read_text()
     known = click.get_current_context().meta
     if "stdin" not in known:

@@ -269,6 +269,19 @@ def test_what_is_forbidden_names_verb_and_resource(server, namespace):
             client.scale("lm", 2)
 
 
+def test_events_of_the_same_second_are_in_order(server, client, namespace):
+    uid = client.submit(job("lm")).uid
+    for name, reason in (("b", "Recovered"), ("c", "Started"), ("a", "Completed")):
+        event = {
+            "metadata": {"name": name, "namespace": namespace},
+            "involvedObject": {"kind": "ParallelTrainingJob", "name": "lm", "namespace": namespace, "uid": uid},
+            "reason": reason,
+            "lastTimestamp": "2026-11-28T01:00:00Z",
+        }
+        server.call("POST", f"/api/v1/namespaces/{namespace}/events", event)
+    assert [event.reason for event in client.events("lm")] == ["Recovered", "Started", "Completed"]
+
+
 def test_who_may_only_read_jobs_sees_the_rest_of_them(server, client, namespace):
     client.submit(job("lm"))
     write_status(server, namespace, "lm", running())

@@ -330,3 +330,12 @@ def test_mistakes_name_what_to_do(words: list[str], said: str):
     result = run(*words)
     assert result.exit_code in (1, 4)
     assert said in result.output
+
+
+def test_the_page_may_go_to_standard_output(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    assert run(Path(__file__).parents[2] / "examples/ten-line.yaml", "-o", path).exit_code == 0
+    shown = run(Path(__file__).parents[2] / "examples/ten-line.yaml", "-o", "-")
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith("<!")
+    assert len(shown.stdout) == pytest.approx(len(path.read_text(encoding="utf-8")), rel=0.01)

@@ -169,7 +169,7 @@ class AsyncClient:
             names = {pod.name for pod in await self.pods(name)}
             others, _ = await self.server.collect(EVENTS, self.namespace, fields="involvedObject.kind=Pod")
             items += [item for item in others if (item.get("involvedObject") or {}).get("name") in names]
-        return sorted((JobEvent.of(item) for item in items), key=lambda event: str(event.time))
+        return [event for _, event in sorted(map(_in_order, items), key=lambda pair: pair[0])]
 
     async def watch(self, name: str) -> AsyncIterator[Job | None]:
         """Yield the job now and after each change; None once it is deleted, and then nothing more."""
@@ -530,3 +530,9 @@ def _objects(manifest: Manifest) -> tuple[list[KubeObject], str]:
         return read_manifest(manifest), str(manifest)
     documents = [manifest] if isinstance(manifest, Mapping) else manifest
     return checked(documents, "manifest"), "manifest"
+
+
+def _in_order(item: KubeObject) -> tuple[tuple[str, int], JobEvent]:
+    """An event, and what orders it: its time has seconds, in which the API server's versions tell the earlier one."""
+    event, version = JobEvent.of(item), str(item["metadata"].get("resourceVersion"))
+    return (str(event.time), int(version) if version.isdecimal() else 0), event

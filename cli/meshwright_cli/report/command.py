@@ -14,6 +14,7 @@ from meshwright.planner.topology.site import SiteFabric
 from meshwright_cli.completion import complete_jobs
 from meshwright_cli.fabric import fabric_option, read_fabric
 from meshwright_cli.jobs.access import Access, cluster_options
+from meshwright_cli.parameters import STDIO
 from meshwright_cli.plan.command import ASSUMED_GPUS, job_of_manifest, nodes_to_plan_for
 from meshwright_cli.plan.report import plan_report
 from meshwright_cli.report.cluster_source import read_job
@@ -29,10 +30,10 @@ MANIFEST_SUFFIXES = (".yaml", ".yml", ".json")
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    type=click.Path(path_type=Path, dir_okay=False, writable=True, allow_dash=True),
     default="report.html",
     show_default=True,
-    help="File to write.",
+    help="File to write, or - for standard output.",
 )
 @cluster_options
 @click.option(
@@ -79,6 +80,9 @@ def report(
             )
         inputs = access.run(lambda client: read_job(client, job, datetime.now(UTC)))
     page = render(page_of(with_history(inputs, steps)))
+    if output == STDIO:
+        click.echo(page, nl=False)
+        return
     try:
         output.write_text(page, encoding="utf-8")
     except OSError as error:
