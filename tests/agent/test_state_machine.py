@@ -384,8 +384,10 @@ def test_progress_is_smoothed_and_the_checkpoint_outlives_its_generation(driver:
 
 def test_a_loss_that_is_no_number_does_not_break_the_report(driver: Driver) -> None:
     driver.start(document())
-    driver.tell(0, step(1, loss=float("nan")))
-    assert build_report(driver.state_machine).progress is None
+    driver.tell(0, step(1), step(2, loss=float("nan")))
+    progress = build_report(driver.state_machine).progress
+    assert progress is not None
+    assert (progress.step, progress.has_loss, progress.loss) == (2, False, 0.0)
 
 
 def test_a_rank_is_idle_since_it_last_said_that_it_is_at_work(driver: Driver) -> None:

@@ -397,13 +397,11 @@ class MeshGeneration:
     def progress(self) -> Progress | None:
         """Training progress, from the worker of rank 0; None on other workers and before the first step.
 
-        Also None while the loss is not finite, because JSON cannot encode it.
+        Without a loss if it is not finite, as in a step that is skipped: JSON cannot encode it.
         """
         if self.first_rank != 0 or self.latest is None:
             return None
         has_loss = math.isfinite(self.latest.loss)
-        if self.uses_builtin_runtime and not has_loss:
-            return None
         return Progress(
             step=self.latest.step,
             loss=self.latest.loss if has_loss else 0.0,
