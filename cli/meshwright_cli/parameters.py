@@ -58,7 +58,7 @@ def input_text(path: Path) -> str:
         OSError: it cannot be read.
     """
     if path != STDIO:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     known = click.get_current_context().meta
     if "stdin" not in known:
         known["stdin"] = sys.stdin.read()

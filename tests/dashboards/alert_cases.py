@@ -205,14 +205,7 @@ def progress_cases() -> list[Case]:
 
 
 def restart_cases() -> list[Case]:
-    """Cases of alerts about restarts and checkpoints."""
-    saved, every = of_job("ptj_job_last_checkpoint_timestamp_seconds"), of_job("ptj_job_checkpoint_interval_seconds")
-    intervals = of_job("ptj_job_checkpoint_interval_steps")
-    waited = placed_from(200)
-    continued = {of_job("ptj_job_resumed_from_step"): "5000x90", intervals: "10x90"}
-    stale = Firing(
-        "The latest checkpoint of ml/llama is much older than its interval. A failure now repeats all steps since then."
-    )
+    """Cases of alerts about restarts."""
     rescaled = of_job("ptj_job_restarts_total", cause="Rescaled")
     return [
         Case(
@@ -243,11 +236,24 @@ def restart_cases() -> list[Case]:
         ),
         Case("PTJRestartLoop", "two in an hour", {**INFO, RESTARTS: "_x10 1x10 2x100"}, 35),
         Case("PTJRestartLoop", "three in a day", {**INFO, RESTARTS: "_x10 1x70 2x70 3x100"}, 155),
+    ]
+
+
+def checkpoint_cases() -> list[Case]:
+    """Cases of the alert about old checkpoints."""
+    saved, every = of_job("ptj_job_last_checkpoint_timestamp_seconds"), of_job("ptj_job_checkpoint_interval_seconds")
+    intervals = of_job("ptj_job_checkpoint_interval_steps")
+    waited = placed_from(200)
+    continued = {of_job("ptj_job_resumed_from_step"): "5000x90", intervals: "10x90"}
+    stale = Firing(
+        "The latest checkpoint of ml/llama is much older than its interval. A failure now repeats all steps since then."
+    )
+    return [
         Case("PTJCheckpointStale", "it is old", {**PLACED, saved: "60x90", every: "300x90"}, 45, stale),
         Case(
             "PTJCheckpointStale",
             "there is none",
-            {**PLACED, STEP: "40x90", of_job("ptj_job_checkpoint_interval_steps"): "10x90"},
+            {**PLACED, STEP: "40x90", intervals: "10x90"},
             10,
             stale,
         ),
@@ -282,7 +288,7 @@ def restart_cases() -> list[Case]:
         Case(
             "PTJCheckpointStale",
             "the first one is not due",
-            {**PLACED, STEP: "20x90", of_job("ptj_job_checkpoint_interval_steps"): "10x90"},
+            {**PLACED, STEP: "20x90", intervals: "10x90"},
             10,
         ),
         Case(
@@ -419,6 +425,7 @@ CASES = [
     *configuration_cases(),
     *progress_cases(),
     *restart_cases(),
+    *checkpoint_cases(),
     *speed_cases(),
     *loss_and_placement_cases(),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from meshwright.crd.schema_check import ManifestProblem
 from meshwright.kube_yaml import load_documents
 from meshwright.profiles.document import Profiles
 from meshwright_cli.fabric import parse_fabric_file
+from meshwright_cli.parameters import STDIO, input_text
 from meshwright_cli.plan.pod_additions import parse_profile_file, profile_of
 
-_STDIN = Path("-")
 _OURS = {name.lower() for name in (KIND, PLURAL, SINGULAR, SHORT_NAME, "paralleltrainjob", "trainingjob")}
 
 
@@ -98,9 +97,9 @@ def _check_profile(job: dict[str, Any], profiles: Profiles) -> list[ManifestProb
 
 def _check_file(file: Path, profiles: Profiles | None = None) -> list[dict[str, Any]]:
     """A result for each object in the file, or for the file if it cannot be read."""
-    name = "(standard input)" if file == _STDIN else str(file)
+    name = "(standard input)" if file == STDIO else str(file)
     try:
-        text = sys.stdin.read() if file == _STDIN else file.read_text()
+        text = input_text(file)
         documents = load_documents(text)
     except OSError as error:
         return [_result(name, "", "", [ManifestProblem("(file)", str(error.strerror))])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +16,13 @@ from meshwright.crd.manifest_check import check_manifest, check_mistakes
 from meshwright.kube_yaml import dump_document, load_documents
 from meshwright_cli.importing import deepspeed, kubernetes, megatron, torchtitan
 from meshwright_cli.importing.settings import Imported, ImportFileError
+from meshwright_cli.parameters import input_text
 
 _KINDS = list(kubernetes.KINDS)
 FORMATS = (
     "DeepSpeed's JSON, arguments of Megatron-LM, torchtitan's TOML, or the manifest of a "
     f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}"
 )
-_STDIN = Path("-")
 
 
 @click.command("import")
@@ -75,7 +74,7 @@ def import_job(
 
 def _text(file: Path) -> str:
     """The content of a file or of standard input, without the byte order mark of some editors."""
-    text = sys.stdin.read() if file == _STDIN else file.read_text(encoding="utf-8")
+    text = input_text(file)
     return text.removeprefix("\ufeff")
 
 

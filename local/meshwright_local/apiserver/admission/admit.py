@@ -27,13 +27,18 @@ def check_type(resource: Resource, obj: KubeObject) -> None:
         raise bad_request(f"{resource.kind}.metadata must be an object")
 
 
+def check_place(key: str, obj: KubeObject, expected: Any) -> None:
+    """Reject an object whose name or namespace is not that of the path."""
+    given = obj["metadata"].get(key)
+    if given not in (None, "", expected):
+        raise bad_request(f"the {key} of the object ({given}) does not match the {key} on the URL ({expected})")
+
+
 def check_identity(resource: Resource, new: KubeObject, old: KubeObject) -> None:
     """Reject an update of another object than the path's, or of an older state of it."""
     metadata, was = new["metadata"], old["metadata"]
     for key in ("name", "namespace"):
-        if metadata.get(key) not in (None, "", was.get(key)):
-            text = f"the {key} of the object ({metadata[key]}) does not match the {key} on the URL ({was.get(key)})"
-            raise bad_request(text)
+        check_place(key, new, was.get(key))
     if metadata.get("uid") not in (None, "", was["uid"]):
         text = f"Precondition failed: UID in precondition: {metadata['uid']}, UID in object meta: {was['uid']}"
         raise resource.conflict(was["name"], text)

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
+from meshwright_local.apiserver.admission.admit import check_place
 from meshwright_local.apiserver.admission.metadata import field_value
 from meshwright_local.apiserver.auth.identity import Authenticator, RequestAttributes
 from meshwright_local.apiserver.registry.objects import Objects
@@ -219,7 +220,8 @@ class Handlers:
 
     async def _replace(self, call: Call) -> web.Response:
         view, options, new = call.view(), call.options(), await call.object()
-        _check_name(new, call.target.name)
+        if isinstance(new.get("metadata"), dict):  # checked before the object is looked up
+            check_place("name", new, call.target.name)
         updated = self.objects.replace(call.resource, self._existing(call), new, options, call.target.subresource)
         return _reply(view, updated, 200, options)
 
@@ -371,13 +373,6 @@ def _check_path_segment(name: str) -> None:
     problem = f"may not be '{name}'" if name in (".", "..") else "may not contain '%'" if "%" in name else ""
     if problem:
         raise status_errors.bad_request(f'Name parameter invalid: "{name}": {problem}')
-
-
-def _check_name(obj: KubeObject, name: str) -> None:
-    """Raise `ApiError` if an object that replaces another one has another name than the request."""
-    given = (obj.get("metadata") or {}).get("name")
-    if given and given != name:
-        raise status_errors.bad_request(f"the name of the object ({given}) does not match the name on the URL ({name})")
 
 
 def _with_revision_of(old: KubeObject, given: KubeObject) -> KubeObject:
