@@ -14,6 +14,7 @@ from meshwright.api import labels
 from meshwright_local.apiserver.admission import metadata
 from meshwright_local.controllers.base import Controller
 from meshwright_local.controllers.deployments import DeploymentController
+from meshwright_local.controllers.disruption_budgets import DisruptionController
 from meshwright_local.controllers.garbage_collector import GarbageCollector
 from meshwright_local.controllers.namespaces import NamespaceController
 from meshwright_local.controllers.node_lifecycle import NodeController, NodeTimes
@@ -257,6 +258,7 @@ class LocalCluster:
         if not control_plane.has_controllers:
             controllers += [GarbageCollector(informers), NamespaceController(informers)]
             controllers += [DeploymentController(informers), ReplicaSetController(informers)]
+            controllers.append(DisruptionController(informers))
             controllers.append(NodeController(informers, self._times))
         if control_plane.kubelet is not None:
             controllers.append(ClaimController(informers, self.directory / "volumes"))
