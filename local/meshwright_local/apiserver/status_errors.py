@@ -38,7 +38,8 @@ class ApiError(Exception):
         """Return the `Status` object of the response."""
         details = {key: value for key, value in self.details.items() if value not in ("", [])}
         head = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-        return {**head, "message": self.message, "reason": self.reason, "details": details, "code": self.code}
+        why = {"reason": self.reason} if self.reason else {}
+        return {**head, "message": self.message, **why, **({"details": details} if details else {}), "code": self.code}
 
 
 def success(code: int | None = None, details: KubeObject | None = None) -> KubeObject:

@@ -64,7 +64,9 @@ class Stored:
     @classmethod
     def of(cls, obj: KubeObject) -> Stored:
         """The state of an object now."""
-        return cls(orjson.dumps(obj), obj.get("apiVersion", ""))
+        # They are first, so that lists can leave them out.
+        head = {key: obj[key] for key in ("apiVersion", "kind") if key in obj}
+        return cls(orjson.dumps({**head, **obj}), obj.get("apiVersion", ""))
 
     @property
     def obj(self) -> KubeObject:

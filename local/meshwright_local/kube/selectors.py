@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from meshwright.api.objects import KubeObject
 from meshwright.api.workers import covers_taint
 
+OPERATORS = ("In", "NotIn", "Exists", "DoesNotExist")
+"""Operators of a LabelSelector."""
+
 
 def requirement_holds(values: Mapping[str, str], requirement: KubeObject) -> bool:
     """Return whether values satisfy a requirement `{key, operator, values}`."""
@@ -39,6 +42,18 @@ def labels_match(selector: KubeObject | None, labels: Mapping[str, str]) -> bool
     return all(labels.get(key) == value for key, value in plain.items()) and all(
         requirement_holds(labels, requirement) for requirement in selector.get("matchExpressions") or ()
     )
+
+
+def selector_text(selector: KubeObject) -> str:
+    """Return a LabelSelector in the form of `kubectl get --selector`, such as `app=a,tier in (b,c)`."""
+    plain = selector.get("matchLabels") or {}
+    forms = {"In": "{} in ({})", "NotIn": "{} notin ({})", "Exists": "{}", "DoesNotExist": "!{}"}
+    terms = [f"{key}={value}" for key, value in plain.items()]
+    terms += [
+        forms[requirement["operator"]].format(requirement["key"], ",".join(sorted(requirement.get("values") or ())))
+        for requirement in selector.get("matchExpressions") or ()
+    ]
+    return ",".join(sorted(terms))
 
 
 def node_term_matches(term: KubeObject, node: KubeObject) -> bool:

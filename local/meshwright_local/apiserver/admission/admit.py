@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from meshwright.api.objects import KubeObject
-from meshwright_local.apiserver.admission.metadata import check_metadata
+from meshwright_local.apiserver.admission.metadata import check_finalizers, check_metadata
 from meshwright_local.apiserver.registry.resource_types import Resource
 from meshwright_local.apiserver.rest.query_options import WriteOptions
-from meshwright_local.apiserver.schema.structural import SchemaNode, apply_defaults, canonicalize, prune
+from meshwright_local.apiserver.schema.structural import SchemaNode, apply_defaults, canonicalize, drop_empty, prune
 from meshwright_local.apiserver.schema.validation import validate
 from meshwright_local.apiserver.status_errors import ApiError, Cause, bad_request, invalid, not_allowed
 
+_CRDS = ("apiextensions.k8s.io", "customresourcedefinitions")
 _ZERO: dict[Any, Any] = {"string": "", "integer": 0, "number": 0, "boolean": False}
 
 
@@ -56,6 +59,9 @@ def admit(resource: Resource, obj: KubeObject, old: KubeObject | None, options: 
     drop_unknown_fields(resource, obj, options)
     causes = _prepare_custom(resource, obj, old) if resource.custom else _prepare_builtin(resource, obj, old)
     metadata, was = obj["metadata"], (old or {}).get("metadata", {})
+    if metadata.get("ownerReferences"):
+        owners = [orjson.dumps(owner, option=orjson.OPT_SORT_KEYS) for owner in metadata["ownerReferences"]]
+        metadata["ownerReferences"] = [orjson.loads(owner) for owner in dict.fromkeys(owners)]
     for key in ("finalizers", "ownerReferences", "labels", "annotations"):
         if key in metadata and not metadata[key]:
             del metadata[key]
@@ -64,6 +70,8 @@ def admit(resource: Resource, obj: KubeObject, old: KubeObject | None, options: 
         text = f"no new finalizers can be added if the object is being deleted, found new finalizers {added}"
         causes.append(not_allowed("metadata.finalizers", text))
     causes += check_metadata(metadata, resource.rules.name_form)
+    if not resource.custom and resource.key != _CRDS:
+        causes += check_finalizers(metadata)
     if not causes and old is not None:
         resource.rules.update(obj, old, subresource)
     causes = causes or resource.rules.check(obj, old, subresource)
@@ -101,6 +109,10 @@ def _prepare_builtin(resource: Resource, obj: KubeObject, old: KubeObject | None
     if wrong is not None:
         raise _unreadable(resource, f"json: cannot unmarshal {wrong.field}: {wrong.message}")
     apply_defaults(resource.node, obj)
+    # The keys of their lists are for merging. The rules of a kind say which must be unique: an environment may repeat.
+    causes = [cause for cause in causes if cause.reason != "FieldValueDuplicate"]
+    if resource.key != _CRDS:
+        drop_empty(resource.node, obj)
     causes += canonicalize(resource.node, obj)
     causes = [c for c in causes if not (c.field.startswith("status") and c.reason == "FieldValueRequired")]
     if not causes:

@@ -8,9 +8,11 @@ from typing import Any
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.status_errors import Cause, bad_request, invalid_value, not_allowed, required
+from meshwright_local.kube.selectors import requirement_holds
 
 Labels = Mapping[str, str]
 MAX_ANNOTATIONS_BYTES = 256 * 1024
+_FINALIZERS = ("kubernetes", "orphan", "foregroundDeletion")
 
 _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _WORD = "(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])"
@@ -53,7 +55,7 @@ _FORMS = {
 }
 _LABEL_TERMS = re.compile(
     r"(?P<key>[^\s=!<>]+)\s+(?P<set>in|notin)\s*\((?P<values>[^()]*)\)"
-    r"|(?P<equal>[^\s=!<>]+)\s*(?P<sign>==|=|!=)\s*(?P<value>[^\s=!]*)|(?P<not>!?)\s*(?P<exists>[^\s=!<>]+)"
+    r"|(?P<equal>[^\s=!<>]+)\s*(?P<sign>==|=|!=|<|>)\s*(?P<value>[^\s=!<>]*)|(?P<not>!?)\s*(?P<exists>[^\s=!<>]+)"
 )
 _FIELD = re.compile(r"([^=!]+?)(==|=|!=)(.*)")
 
@@ -87,6 +89,9 @@ def check_metadata(metadata: KubeObject, form: str) -> list[Cause]:
     if sum(len(k.encode()) + len(v.encode()) for k, v in annotations.items()) > MAX_ANNOTATIONS_BYTES:
         text = f"Too long: may not be more than {MAX_ANNOTATIONS_BYTES} bytes"
         causes.append(Cause("metadata.annotations", "FieldValueTooLong", text))
+    if {"orphan", "foregroundDeletion"} <= {*(metadata.get("finalizers") or ())}:
+        text = "finalizer orphan and foregroundDeletion cannot be both set"
+        causes.append(invalid_value("metadata.finalizers", metadata["finalizers"], text))
     owners = metadata.get("ownerReferences") or ()
     causes += [
         required(f"metadata.ownerReferences[{index}].{key}", "must not be empty")
@@ -97,6 +102,16 @@ def check_metadata(metadata: KubeObject, form: str) -> list[Cause]:
     if sum(bool(owner.get("controller")) for owner in owners) > 1:
         causes.append(not_allowed("metadata.ownerReferences", "Only one reference can have Controller set to true"))
     return causes
+
+
+def check_finalizers(metadata: KubeObject) -> list[Cause]:
+    """Return the errors of finalizers of a built-in kind, which need a domain; for custom resources it is advice."""
+    text = "name is neither a standard finalizer name nor is it fully qualified"
+    return [
+        invalid_value(f"metadata.finalizers[{index}]", name, text)
+        for index, name in enumerate(metadata.get("finalizers") or ())
+        if "/" not in name and name not in _FINALIZERS
+    ]
 
 
 def field_value(obj: KubeObject, path: str) -> Any:
@@ -128,6 +143,11 @@ def _label_test(term: str, whole: str) -> Callable[[Labels], bool]:
         raise bad_request(f'unable to parse the label selector "{whole}": {wrong}')
     if match["exists"]:
         return lambda labels: (key in labels) != bool(match["not"])
+    if match["sign"] in ("<", ">"):
+        bound = {"key": key, "operator": "Lt" if match["sign"] == "<" else "Gt", "values": sorted(values)}
+        if not re.fullmatch(r"[0-9]+", bound["values"][0]):
+            raise bad_request(f'unable to parse the label selector "{whole}": {key}: the value must be an integer')
+        return lambda labels: requirement_holds(labels, bound)
     negated = match["set"] == "notin" or match["sign"] == "!="
     return lambda labels: (labels.get(key) in values) != negated
 

@@ -10,6 +10,7 @@ import orjson
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.metadata import problem
+from meshwright_local.apiserver.admission.pod_spec import container_causes, spec_causes
 from meshwright_local.apiserver.admission.quota import apply_limits, containers_of
 from meshwright_local.apiserver.registry.resource_types import Rules, set_condition
 from meshwright_local.apiserver.status_errors import Cause
@@ -24,7 +25,6 @@ _SPEC_DEFAULTS: KubeObject = {
     "terminationGracePeriodSeconds": _GRACE_SECONDS,
     "dnsPolicy": "ClusterFirst",
     "schedulerName": "default-scheduler",
-    "enableServiceLinks": True,
     "securityContext": {},
 }
 _PROBE_DEFAULTS = {"timeoutSeconds": 1, "periodSeconds": 10, "successThreshold": 1, "failureThreshold": 3}
@@ -33,7 +33,7 @@ _ENUMS = {
     "dnsPolicy": ("ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
     "preemptionPolicy": ("PreemptLowerPriority", "Never"),
 }
-_MUTABLE = ("activeDeadlineSeconds", "terminationGracePeriodSeconds", "tolerations", "schedulingGates")
+_MUTABLE = ("activeDeadlineSeconds", "tolerations", "schedulingGates")
 _IMMUTABLE_TEXT = (
     "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`,"
     "`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing tolerations),"
@@ -105,8 +105,14 @@ def _set_priority(obj: KubeObject, store: Store) -> None:
         chosen = next((c for c in store.all(PRIORITY_CLASSES) if c.get("globalDefault")), None)
         if chosen is not None:
             spec["priorityClassName"] = chosen["metadata"]["name"]
-    spec["priority"] = (chosen or {}).get("value", 0)
-    spec.setdefault("preemptionPolicy", (chosen or {}).get("preemptionPolicy", "PreemptLowerPriority"))
+    computed = {
+        "priority": (chosen or {}).get("value", 0),
+        "preemptionPolicy": (chosen or {}).get("preemptionPolicy", "PreemptLowerPriority"),
+    }
+    for key, value in computed.items():
+        if spec.setdefault(key, value) != value:
+            why = f"{key} ({spec[key]}) must not be provided in pod spec; it is {value}, from the PriorityClass"
+            raise status_errors.forbidden("", "pods", obj["metadata"]["name"], why)
 
 
 def _check_addresses(status: KubeObject) -> list[Cause]:
@@ -128,16 +134,33 @@ def _check_addresses(status: KubeObject) -> list[Cause]:
 
 
 def default_pod_spec(spec: KubeObject) -> None:
-    """Fill in a pod's spec in place; also used for the templates of workloads."""
-    spec |= {**orjson.loads(orjson.dumps(_SPEC_DEFAULTS)), **spec}
+    """Fill in a pod's spec in place."""
+    default_template_spec(spec)
+    spec.setdefault("enableServiceLinks", True)
+    for _, container in containers_of(spec):
+        resources = container["resources"]
+        if resources.get("limits"):
+            resources["requests"] = {**resources["limits"], **(resources.get("requests") or {})}
+
+
+def default_template_spec(spec: KubeObject) -> None:
+    """Fill in the spec of a pod template in place: what depends on a pod is left to its pods."""
+    spec |= {**orjson.loads(orjson.dumps(_SPEC_DEFAULTS)), **{k: v for k, v in spec.items() if v != ""}}
+    if spec["terminationGracePeriodSeconds"] < 0:
+        spec["terminationGracePeriodSeconds"] = 1
     if spec.get("serviceAccountName"):
         spec.setdefault("serviceAccount", spec["serviceAccountName"])
     for _, container in containers_of(spec):
         _default_container(container)
     for volume in spec.get("volumes") or ():
+        if volume.keys() <= {"name"}:
+            volume["emptyDir"] = {}
         for source in ("configMap", "secret", "downwardAPI", "projected"):
             if isinstance(volume.get(source), dict):
                 volume[source].setdefault("defaultMode", 0o644)
+        for item in (volume.get("downwardAPI") or {}).get("items") or ():
+            if item.get("fieldRef"):
+                item["fieldRef"].setdefault("apiVersion", "v1")
         if isinstance(volume.get("hostPath"), dict):
             volume["hostPath"].setdefault("type", "")
 
@@ -147,9 +170,7 @@ def _default_container(container: KubeObject) -> None:
     container.setdefault("imagePullPolicy", "IfNotPresent" if tag not in ("", "latest") else "Always")
     container.setdefault("terminationMessagePath", "/dev/termination-log")
     container.setdefault("terminationMessagePolicy", "File")
-    resources = container.setdefault("resources", {})
-    if resources.get("limits"):
-        resources["requests"] = {**resources["limits"], **(resources.get("requests") or {})}
+    container.setdefault("resources", {})
     for name in ("livenessProbe", "readinessProbe", "startupProbe"):
         if container.get(name):
             container[name] |= {**_PROBE_DEFAULTS, **container[name]}
@@ -170,6 +191,8 @@ def check_pod_spec(spec: KubeObject, path: str) -> list[Cause]:
         causes.append(status_errors.required(f"{path}.containers"))
     for where, container in containers:
         causes += _check_container(container, volumes, where)
+        causes += container_causes(container, where, host_network=bool(spec.get("hostNetwork")))
+    causes += spec_causes(spec, path)
     for key, choices in _ENUMS.items():
         if spec.get(key, choices[0]) not in choices:
             causes.append(status_errors.unsupported_value(f"{path}.{key}", spec[key], choices))
@@ -234,6 +257,10 @@ def _check_change(spec: KubeObject, was: KubeObject) -> list[Cause]:
                 "spec.tolerations", "existing toleration can not be modified except its tolerationSeconds"
             )
         ]
+    deadline, limit = spec.get("activeDeadlineSeconds"), was.get("activeDeadlineSeconds")
+    if limit is not None and (deadline is None or deadline > limit):
+        text = "must be less than or equal to previous value"
+        return [status_errors.invalid_value("spec.activeDeadlineSeconds", deadline, text)]
     frozen = _frozen(spec, gated=bool(before)) != _frozen(was, gated=bool(before))
     return [status_errors.not_allowed("spec", _IMMUTABLE_TEXT)] if frozen else []
 

@@ -218,7 +218,8 @@ def _entry(name: str, singular: str, namespaced: bool, kind: str, verbs: list[st
 
 
 def _entries(resource: Resource) -> Iterator[KubeObject]:
-    main = _entry(resource.plural, resource.singular, resource.namespaced, resource.kind, _VERBS)
+    verbs = [verb for verb in _VERBS if resource.plural != "namespaces" or verb != "deletecollection"]
+    main = _entry(resource.plural, resource.singular, resource.namespaced, resource.kind, verbs)
     main |= {"shortNames": list(resource.short_names)} if resource.short_names else {}
     yield main | ({"categories": list(resource.categories)} if resource.categories else {})
     below = list(_SUBRESOURCES.get(resource.key, ()))

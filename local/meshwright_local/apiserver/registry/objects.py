@@ -16,7 +16,7 @@ import orjson
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission import quota
-from meshwright_local.apiserver.admission.admit import admit, check_identity, check_type, drop_unknown_fields
+from meshwright_local.apiserver.admission.admit import admit, check_identity, check_type
 from meshwright_local.apiserver.registry.crds import CLEANUP_FINALIZER, CRDS, crd_key
 from meshwright_local.apiserver.registry.discovery import Registry
 from meshwright_local.apiserver.registry.resource_types import Resource
@@ -28,6 +28,8 @@ from meshwright_local.apiserver.store import ResourceKey, Store
 from meshwright_local.kube import timestamps
 
 NAMESPACES = ("", "namespaces")
+MAX_OBJECT_BYTES = 1536 * 1024
+"""The largest object that etcd stores with its default settings."""
 _COLLECTOR_FINALIZERS = {"Foreground": "foregroundDeletion", "Orphan": "orphan"}
 _SUFFIX_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 _NOT_FROM_CLIENTS = ("deletionTimestamp", "deletionGracePeriodSeconds", "selfLink", "generation")
@@ -58,13 +60,13 @@ class Objects:
         if metadata.pop("resourceVersion", "") not in ("", "0"):
             raise status_errors.bad_request("resourceVersion should not be set on objects to be created")
         admit(resource, obj, None, options, "")
+        if not applied:
+            track_update(resource.node, None, obj, _writer(resource, options, ""), custom=resource.custom)
         resource.rules.create(obj, self.store)
         metadata.update(uid=str(uuid.uuid4()), creationTimestamp=timestamps.now())
         if resource.counts_generation:
             metadata["generation"] = 1
         quota.check_quotas(self.store, resource, obj)
-        if not applied:
-            track_update(resource.node, None, obj, _writer(resource, options, ""), custom=resource.custom)
         return obj if options.dry_run else self._write(resource, obj, gone=False)
 
     def _check_namespace(self, resource: Resource, namespace: str, metadata: KubeObject) -> None:
@@ -213,6 +215,8 @@ class Objects:
         return self._write(resource, obj, gone=bool(gone))
 
     def _write(self, resource: Resource, obj: KubeObject, *, gone: bool) -> KubeObject:
+        if not gone and len(orjson.dumps(obj)) > MAX_OBJECT_BYTES:
+            raise status_errors.ApiError(500, "", "etcdserver: request is too large")
         stored = (self.store.remove if gone else self.store.put)(resource.key, obj)
         if resource.key == CRDS:
             self._sync_definition(stored, gone=gone)
@@ -298,7 +302,11 @@ def _applicable(
         config = {k: v for k, v in config.items() if k in ("apiVersion", "kind", "status")} | {"metadata": identity}
     elif resource.has_status:
         config.pop("status", None)
-    drop_unknown_fields(resource, config, options)
+    unknown = prune(resource.node, config)
+    if unknown:
+        which = f"{place[0]}/{place[1]}; {resource.group_version}, Kind={resource.kind}"
+        text = f".{unknown[0]}: field not declared in schema"
+        raise status_errors.bad_request(f"failed to create typed patch object ({which}): {text}")
     return config
 
 

@@ -25,7 +25,7 @@ import orjson
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.schema.structural import FREE, SchemaNode
 from meshwright_local.apiserver.schema.validation import list_item_key
-from meshwright_local.apiserver.status_errors import ApiError, Cause, details_of
+from meshwright_local.apiserver.status_errors import ApiError, Cause, bad_request, details_of
 
 Path = tuple[str, ...]
 Part = tuple[str, SchemaNode, Any, bool]
@@ -124,11 +124,16 @@ def track_update(node: SchemaNode, old: KubeObject | None, new: KubeObject, writ
     """Update `managedFields` of `new` after a plain write.
 
     Objects of built-in kinds are structs whose `spec` and `status` always exist and so are never added: not `custom`.
-    An empty list of entries, or one empty entry, removes all owners.
+    An empty list of entries, or one empty entry, removes all owners. For the next apply, `before-first-apply` owns
+    everything.
     """
     changed, removed = compare(node, _owned_parts(old or {}), _owned_parts(new))
     changed -= {("f:metadata",)} if custom else {("f:metadata",), ("f:spec",), ("f:status",)}
-    managers = [] if new["metadata"].get("managedFields") in ([], [{}]) else _managers_of(old)
+    managers = _managers_of(old)
+    if old is not None and (not managers or new["metadata"].get("managedFields") in ([], [{}])):
+        # Without entries, nothing is tracked until somebody applies the object.
+        new["metadata"].pop("managedFields", None)
+        return
     own_entry = _manager_entry(managers, writer, "Update")
     before = set(own_entry.fields)
     for manager in managers:
@@ -147,7 +152,11 @@ def server_side_apply(
     Raises:
         ApiError: 409, with one cause for each field that another manager owns, unless `force`.
     """
+    _check_keys(node, config, "")
     managers = _managers_of(live)
+    if live is not None and not managers:
+        everything = compare(node, {}, _owned_parts(live))[0]
+        managers = [Manager("before-first-apply", "Update", "", writer.api_version, writer.time, everything)]
     own_entry = _manager_entry(managers, writer, "Apply")
     others = [m for m in managers if m is not own_entry]
     applied_fields = _applied_fields(node, _owned_parts(config))
@@ -168,6 +177,33 @@ def server_side_apply(
     merged.setdefault("metadata", {})
     _store_managers(merged, managers)
     return merged
+
+
+def _check_keys(node: SchemaNode, value: Any, path: str) -> None:
+    """Reject lists whose items cannot be told apart.
+
+    Raises:
+        ApiError: 400, for an item with the key of another one.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_keys(node.child(key) or FREE, item, f"{path}.{key}")
+    elif isinstance(value, list) and node.items is not None:
+        seen = set()
+        for index, item in enumerate(value):
+            key = list_item_key(node, item)
+            if key is not None and key in seen:
+                text = f"duplicate entries for key {_item_name(key)}"
+                raise bad_request(f"failed to create typed patch object: {path}: {text}")
+            seen.add(key)
+            _check_keys(node.items, item, f"{path}[{index}]")
+
+
+def _item_name(key: str) -> str:
+    """Return how messages name an item of a list: `[name="a"]`, or `[="a"]` in a set."""
+    parsed = orjson.loads(key)
+    keys = parsed if isinstance(parsed, dict) else {"": parsed}
+    return "[" + ",".join(f"{name}={orjson.dumps(value).decode()}" for name, value in keys.items()) + "]"
 
 
 def merge(node: SchemaNode, live: Any, config: Any) -> Any:
@@ -232,7 +268,8 @@ def _applied_fields(node: SchemaNode, value: Any, path: Path = ()) -> set[Path]:
     """Return the fields of an applied configuration: its leaves, and the items of lists and maps."""
     parts = _parts(node, value)
     if parts is None:
-        return {path} if path else set()
+        items_have_owners = value == [] and node.list_type in ("map", "set")
+        return {path} if path and not items_have_owners else set()
     found: set[Path] = set()
     for part, sub, item, named in parts:
         current_path = (*path, part)
@@ -274,7 +311,7 @@ def _conflict(conflicts: list[tuple[Manager, Path]]) -> ApiError:
         text = f'conflict with "{manager.name}"'
         text += f' with subresource "{manager.subresource}"' if manager.subresource else ""
         text += f" using {manager.api_version}" if manager.operation == "Update" else ""
-        name = "".join(f".{p[2:]}" if p.startswith("f:") else f"[{p[2:]}]" for p in path)
+        name = "".join(f".{p[2:]}" if p.startswith("f:") else _item_name(p[2:]) for p in path)
         causes.append(Cause(name, "FieldManagerConflict", text))
     text = ", ".join(f"{cause.message}: {cause.field}" for cause in causes)
     text = f"Apply failed with {len(causes)} conflict{'s' if len(causes) > 1 else ''}: {text}"

@@ -15,7 +15,7 @@ from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.admit import check_place
 from meshwright_local.apiserver.admission.metadata import field_value
 from meshwright_local.apiserver.auth.identity import Authenticator, RequestAttributes
-from meshwright_local.apiserver.registry.objects import Objects
+from meshwright_local.apiserver.registry.objects import NAMESPACES, Objects
 from meshwright_local.apiserver.registry.resource_types import Resource, set_condition
 from meshwright_local.apiserver.rest import pod_proxy, request_bodies
 from meshwright_local.apiserver.rest.chaos import Chaos, FaultOutcome
@@ -32,7 +32,7 @@ from meshwright_local.apiserver.rest.query_options import (
 from meshwright_local.apiserver.status_errors import ApiError, Cause
 from meshwright_local.apiserver.store import Store, Stored
 from meshwright_local.kube import timestamps
-from meshwright_local.kube.selectors import labels_match
+from meshwright_local.kube.selectors import labels_match, selector_text
 
 BUDGETS = ("policy", "poddisruptionbudgets")
 _SEND_SECONDS = 60.0
@@ -256,7 +256,7 @@ class Handlers:
 
     async def _delete_collection(self, call: Call) -> web.Response:
         resource, namespace = call.resource, call.target.namespace
-        if resource.namespaced and not namespace:
+        if (resource.namespaced and not namespace) or resource.key == NAMESPACES:
             raise status_errors.method_not_allowed()
         view, options = call.view(), {**await self._delete_options(call), "preconditions": None}
         items, metadata = list_objects(self.store, resource, namespace, list_options(call.request.query))
@@ -335,8 +335,11 @@ class Handlers:
 
     async def _evict(self, call: Call) -> web.Response:
         """Delete a pod unless a disruption budget forbids it."""
-        body = field_value(await call.object(), "deleteOptions")
+        eviction = await call.object()
+        body = field_value(eviction, "deleteOptions")
         options, pod = delete_options({}, body if isinstance(body, dict) else {}), self._existing(call)
+        if field_value(eviction, "metadata.name") not in (None, "", call.target.name):
+            raise status_errors.bad_request("name in URL does not match name in Eviction object")
         ended = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed", "Pending")
         if not ended and not pod["metadata"].get("deletionTimestamp"):
             self._spend_budget(pod, dry_run=options["dryRun"])
@@ -355,6 +358,8 @@ class Handlers:
                 continue
             budget = orjson.loads(orjson.dumps(found))
             status, name = budget.setdefault("status", {}), budget["metadata"]["name"]
+            if _spares_budget(budget, pod):
+                continue
             current = status.get("observedGeneration", 0) >= budget["metadata"].get("generation", 0)
             if not current or status.get("disruptionsAllowed", 0) <= 0:
                 text = f"The disruption budget {name} needs {status.get('desiredHealthy', 0)} healthy pods"
@@ -375,6 +380,16 @@ def _check_path_segment(name: str) -> None:
         raise status_errors.bad_request(f'Name parameter invalid: "{name}": {problem}')
 
 
+def _spares_budget(budget: KubeObject, pod: KubeObject) -> bool:
+    """Return whether the eviction of a pod that is not ready needs nothing of a budget."""
+    conditions, status = (pod.get("status") or {}).get("conditions") or (), budget["status"]
+    if any(c["type"] == "Ready" and c["status"] == "True" for c in conditions):
+        return False
+    desired = status.get("desiredHealthy", 0)
+    always = budget["spec"].get("unhealthyPodEvictionPolicy") == "AlwaysAllow"
+    return bool(always or 0 < desired <= status.get("currentHealthy", 0))
+
+
 def _with_revision_of(old: KubeObject, given: KubeObject) -> KubeObject:
     """Return a copy of an object with the revision that a client's write is based on."""
     new: KubeObject = orjson.loads(orjson.dumps(old))
@@ -388,7 +403,8 @@ def _scale_of(resource: Resource, obj: KubeObject) -> KubeObject:
     paths, metadata = resource.scale, obj["metadata"]
     status: KubeObject = {"replicas": field_value(obj, paths["statusReplicasPath"]) or 0}
     if paths.get("labelSelectorPath"):
-        status["selector"] = field_value(obj, paths["labelSelectorPath"]) or ""
+        selector = field_value(obj, paths["labelSelectorPath"]) or ""
+        status["selector"] = selector_text(selector) if isinstance(selector, dict) else selector
     return {
         "kind": "Scale",
         "apiVersion": "autoscaling/v1",

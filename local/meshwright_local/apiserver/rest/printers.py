@@ -59,7 +59,15 @@ class View:
         if self.form:
             kind, version = "PartialObjectMetadataList", _META
         head = orjson.dumps({"kind": kind, "apiVersion": version, "metadata": metadata})[:-1]
-        return head + b',"items":[' + b",".join(self.one(item) for item in items) + b"]}"
+        form = self._item if not self.form and not self.resource.custom else self.one
+        return head + b',"items":[' + b",".join(form(item) for item in items) + b"]}"
+
+    def _item(self, stored: Stored) -> bytes:
+        """Format an object of a built-in kind in a list, where it has no kind and no version, as in the real server."""
+        head = orjson.dumps({"apiVersion": self.resource.group_version, "kind": self.resource.kind})[:-1] + b","
+        if stored.body.startswith(head):
+            return b"{" + stored.body[len(head) :]
+        return orjson.dumps({key: value for key, value in stored.obj.items() if key not in ("apiVersion", "kind")})
 
     def bookmark(self, revision: int, *, initial_end: bool) -> bytes:
         """Return the object of a BOOKMARK event, which has only a revision."""
@@ -244,6 +252,15 @@ def _completions(obj: KubeObject) -> str:
     return f"{(obj.get('status') or {}).get('succeeded', 0)}/{(obj.get('spec') or {}).get('completions', 1)}"
 
 
+_MODES = {"ReadWriteOnce": "RWO", "ReadOnlyMany": "ROX", "ReadWriteMany": "RWX", "ReadWriteOncePod": "RWOP"}
+
+
+def _access_modes(obj: KubeObject) -> str:
+    """Return the modes that a bound volume has."""
+    has = (obj.get("status") or {}).get("accessModes") or ()
+    return ",".join(short for mode, short in _MODES.items() if mode in has) if _COMPUTED["volume"](obj) else ""
+
+
 _COMPUTED: dict[str, Callable[[KubeObject], Any]] = {
     "ready": _pod_ready,
     "reason": _pod_reason,
@@ -255,6 +272,15 @@ _COMPUTED: dict[str, Callable[[KubeObject], Any]] = {
     "ports": _ports,
     "replicas": _replicas,
     "completions": _completions,
+    "volume": lambda obj: (obj.get("spec") or {}).get("volumeName") or "",
+    "capacity": lambda obj: first(obj, ".status.capacity.storage") or "",
+    "modes": _access_modes,
+    "class": lambda obj: (obj.get("spec") or {}).get("storageClassName") or "",
+    "unset": lambda obj: "<unset>",
+    "holder": lambda obj: first(obj, ".spec.holderIdentity") or "",
+    "least": lambda obj: str(first(obj, ".spec.minAvailable") or "N/A"),
+    "most": lambda obj: str(first(obj, ".spec.maxUnavailable") or "N/A"),
+    "role": lambda obj: f"{obj['roleRef']['kind']}/{obj['roleRef']['name']}",
     "message": lambda obj: (obj.get("message") or "").strip(),
     "data": lambda obj: len(obj.get("data") or {}) + len(obj.get("binaryData") or {}),
 }
@@ -282,6 +308,15 @@ _COLUMNS: dict[tuple[str, str], tuple[str, ...]] = {
     ("", "secrets"): ("Type=.type", "Data=data#", _AGE),
     ("apps", "deployments"): ("Ready=replicas", "Up-to-date=.status.updatedReplicas#")
     + ("Available=.status.availableReplicas#", _AGE),
+    ("", "persistentvolumeclaims"): ("Status=.status.phase", "Volume=volume", "Capacity=capacity")
+    + ("Access Modes=modes", "StorageClass=class", "VolumeAttributesClass=unset", _AGE, "VolumeMode=.spec.volumeMode*"),
+    ("apps", "replicasets"): ("Desired=.spec.replicas#", "Current=.status.replicas#")
+    + ("Ready=.status.readyReplicas#", _AGE),
+    ("coordination.k8s.io", "leases"): ("Holder=holder", _AGE),
+    ("policy", "poddisruptionbudgets"): ("Min Available=least", "Max Unavailable=most")
+    + ("Allowed Disruptions=.status.disruptionsAllowed#", _AGE),
+    ("rbac.authorization.k8s.io", "rolebindings"): ("Role=role", _AGE),
+    ("rbac.authorization.k8s.io", "clusterrolebindings"): ("Role=role", _AGE),
     ("batch", "jobs"): ("Completions=completions", _AGE),
     ("apiextensions.k8s.io", "customresourcedefinitions"): ("Created At=.metadata.creationTimestamp",),
 }

@@ -14,6 +14,7 @@ import re
 import struct
 from functools import lru_cache
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
 import jsonpatch  # type: ignore[import-untyped, unused-ignore]
@@ -206,9 +207,35 @@ def patched(node: SchemaNode, content_type: str, obj: KubeObject, patch: Any) ->
     return result
 
 
+class _Replace(jsonpatch.ReplaceOperation):  # type: ignore[misc, unused-ignore]
+    """Sets a field, also one that is missing: the real server's library does not look."""
+
+    def apply(self, obj: Any) -> Any:
+        """Return the object after the operation."""
+        parent, key = self.pointer.to_last(obj)
+        if not isinstance(parent, dict) or key is None:
+            return super().apply(obj)
+        parent[key] = self.operation["value"]
+        return obj
+
+
+class _Test(jsonpatch.TestOperation):  # type: ignore[misc, unused-ignore]
+    """Compares a field. A missing one is equal to null."""
+
+    def apply(self, obj: Any) -> Any:
+        """Return the object; raises JsonPatchTestFailed if it differs."""
+        parent, key = self.pointer.to_last(obj)
+        missing = isinstance(parent, dict) and key is not None and key not in parent
+        return obj if missing and self.operation.get("value", 0) is None else super().apply(obj)
+
+
+class _JsonPatch(jsonpatch.JsonPatch):  # type: ignore[misc, unused-ignore]
+    operations = MappingProxyType({**jsonpatch.JsonPatch.operations, "replace": _Replace, "test": _Test})
+
+
 def _json_patched(obj: KubeObject, operations: list[Any]) -> KubeObject:
     try:
-        patch = jsonpatch.JsonPatch(operations)
+        patch = _JsonPatch(operations)
     except (*_PATCH_ERRORS, AttributeError) as error:
         raise bad_request(f"error decoding patch: {error}") from None
     try:

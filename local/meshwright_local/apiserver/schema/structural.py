@@ -221,6 +221,22 @@ def apply_defaults(node: SchemaNode, value: Any) -> None:
             apply_defaults(node.items, item)
 
 
+def drop_empty(node: SchemaNode, value: Any) -> None:
+    """Remove empty lists and empty maps of optional fields in place, as the structs of built-in kinds have none."""
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            sub = node.child(key)
+            if sub is None or sub is FREE or sub.free:
+                continue
+            drop_empty(sub, item)
+            plain_map = sub.additional is not None and not sub.properties
+            if key not in node.required and (item == [] or (item == {} and plain_map)):
+                del value[key]
+    elif isinstance(value, list) and node.items is not None:
+        for item in value:
+            drop_empty(node.items, item)
+
+
 def canonicalize(node: SchemaNode, value: Any, path: str = "") -> list[Cause]:
     """Convert every quantity below `value` to its canonical form in place. Return the errors of invalid ones."""
     causes: list[Cause] = []
