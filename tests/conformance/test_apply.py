@@ -128,3 +128,44 @@ async def test_dry_run_apply(api):
     code, _ = await apply(api, "s", {"a": "1"}, "m1", dryRun="All")
     assert code == 201
     assert (await api.call("GET", f"{api.maps}/s"))[0] == 404
+
+
+async def tolerate(api, runs, manager, *keys, force="false", **items):
+    """Apply a run with these tolerations; a value of None only names the key."""
+    listed = [{"key": key} for key in keys] + [{"key": key, "value": value} for key, value in items.items()]
+    body = {**api.run("r"), "spec": {"tolerations": listed, **({"workers": 2} if manager == "m1" else {})}}
+    code, obj = await api.call("PATCH", f"{runs}/r", json.dumps(body), APPLY, fieldManager=manager, force=force)
+    assert code in (200, 201), obj
+    return [item["key"] for item in obj["spec"].get("tolerations") or ()]
+
+
+async def test_applied_items_are_in_the_order_of_the_configuration(api, runs):
+    """Init containers run, and variables are expanded, in the order of their list."""
+    assert await tolerate(api, runs, "m1", "x", "y", "z") == ["x", "y", "z"]
+    assert await tolerate(api, runs, "m1", "z", "x", "y") == ["z", "x", "y"]
+    assert await tolerate(api, runs, "m2", "w") == ["z", "x", "y", "w"]
+    assert await tolerate(api, runs, "m1", "y", "new", "x", "z") == ["y", "w", "new", "x", "z"]
+    assert await tolerate(api, runs, "m2", "x", "w") == ["y", "new", "x", "z", "w"]
+
+
+async def test_who_owns_a_field_of_an_item_does_not_keep_the_item(api, runs):
+    await tolerate(api, runs, "m1", x="1", y="1")
+    patch = {"spec": {"tolerations": [{"key": "x", "value": "2"}, {"key": "y", "value": "1"}]}}
+    await api.call("PATCH", f"{runs}/r", patch, MERGE, fieldManager="editor")
+    assert await tolerate(api, runs, "m1", y="1") == ["y"]
+    _, obj = await api.call("GET", f"{runs}/r")
+    assert owned(obj, "editor", "Update") is None
+
+
+async def test_what_nobody_owns_goes_with_the_field_that_has_it(api, runs):
+    """The default `backoffLimit` does not keep an empty spec, which then is missing as a whole."""
+    await tolerate(api, runs, "m1", "x")
+    body = {"apiVersion": api.run("r")["apiVersion"], "kind": "Run", "metadata": {"name": "r", "labels": {"a": "b"}}}
+    code, status = await api.call("PATCH", f"{runs}/r", json.dumps(body), APPLY, fieldManager="m1")
+    assert (code, status["details"]["causes"][0]["field"]) == (422, "spec")
+
+
+async def test_an_empty_list_has_no_owner(api, runs):
+    await tolerate(api, runs, "m1")
+    _, obj = await api.call("GET", f"{runs}/r")
+    assert owned(obj, "m1") == {"f:spec": {"f:workers": {}}}

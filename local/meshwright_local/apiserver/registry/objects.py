@@ -169,7 +169,7 @@ class Objects:
         if live is None and (subresource or config["metadata"].get("uid")):
             raise resource.not_found(place[1])
         writer = _writer(resource, options, subresource)
-        merged = server_side_apply(resource.node, live, config, writer, force=options.force)
+        merged = server_side_apply(resource.node, live, config, writer, force=options.force, custom=resource.custom)
         if live is None:
             return self.create(resource, place[0], merged, options, applied=True), True
         return self.update(resource, live, merged, options, subresource, applied=True), False

@@ -7,7 +7,8 @@ subresource. `managedFields` has one entry for each, with its *field set* (Field
 * An apply (`server_side_apply`) merges the configuration into the live object. Lists of type `map` or `set` are merged
   item by item, atomic lists are replaced. A *conflict* is a field that the merge changes and that another manager owns:
   an error or, with `force`, a change of owner. A field that this manager applied last time and no longer applies is
-  removed, unless another manager owns it or a field below it. If two managers apply an equal value, both own it.
+  removed with all in it, unless it has an owner, or is a field of the schema with an owned field below it. If two
+  managers apply an equal value, both own it.
 
 In a field set a path is a tuple of `f:<name>` for a field, `k:<json of the keys>` for an item of a keyed list and
 `v:<json>` for a member of a set, as in structured-merge-diff.
@@ -128,7 +129,7 @@ def track_update(node: SchemaNode, old: KubeObject | None, new: KubeObject, writ
     everything.
     """
     changed, removed = compare(node, _owned_parts(old or {}), _owned_parts(new))
-    changed -= {("f:metadata",)} if custom else {("f:metadata",), ("f:spec",), ("f:status",)}
+    changed -= _unowned(custom=custom)
     managers = _managers_of(old)
     if old is not None and (not managers or new["metadata"].get("managedFields") in ([], [{}])):
         # Without entries, nothing is tracked until somebody applies the object.
@@ -144,8 +145,12 @@ def track_update(node: SchemaNode, old: KubeObject | None, new: KubeObject, writ
     _store_managers(new, managers)
 
 
+def _unowned(*, custom: bool) -> set[Path]:
+    return {("f:metadata",)} if custom else {("f:metadata",), ("f:spec",), ("f:status",)}
+
+
 def server_side_apply(
-    node: SchemaNode, live: KubeObject | None, config: KubeObject, writer: Writer, *, force: bool
+    node: SchemaNode, live: KubeObject | None, config: KubeObject, writer: Writer, *, force: bool, custom: bool
 ) -> KubeObject:
     """Return the object after `writer` applied `config` to `live` (None: a new object), with new `managedFields`.
 
@@ -155,7 +160,7 @@ def server_side_apply(
     _check_keys(node, config, "")
     managers = _managers_of(live)
     if live is not None and not managers:
-        everything = compare(node, {}, _owned_parts(live))[0]
+        everything = compare(node, {}, _owned_parts(live))[0] - _unowned(custom=custom)
         managers = [Manager("before-first-apply", "Update", "", writer.api_version, writer.time, everything)]
     own_entry = _manager_entry(managers, writer, "Apply")
     others = [m for m in managers if m is not own_entry]
@@ -167,10 +172,15 @@ def server_side_apply(
         raise _conflict(conflicts)
     for manager in others:
         manager.fields -= changed
-    owned = {path[:depth] for m in others for path in m.fields for depth in range(1, len(path) + 1)}
-    for path in sorted(own_entry.fields - applied_fields, key=lambda path: (len(path), path)):
+    fields = applied_fields.union({("f:metadata",)}, *(m.fields for m in others))
+    owned = fields.union(*(_fields_above(node, path) for path in fields))
+    lost = own_entry.fields - applied_fields
+    lost |= {above for path in lost for above in _fields_above(node, path)}
+    for path in sorted(lost, key=lambda path: (len(path), path)):
         if path not in owned and not _identifies(path):
             _remove(node, merged, path, owned, ())
+            for manager in others:
+                manager.fields = {other for other in manager.fields if other[: len(path)] != path}
     if own_entry.fields != applied_fields:
         own_entry.time = writer.time
     own_entry.fields, own_entry.api_version = applied_fields, writer.api_version
@@ -212,16 +222,34 @@ def merge(node: SchemaNode, live: Any, config: Any) -> Any:
         out = {key: copy.deepcopy(item) for key, item in live.items() if key not in config}
         return out | {key: merge(node.child(key) or FREE, live.get(key), item) for key, item in config.items()}
     if isinstance(config, list) and isinstance(live, list) and node.list_type in ("map", "set"):
-        position = {list_item_key(node, item): index for index, item in enumerate(live)}
-        items = copy.deepcopy(live)
-        for item in config:
-            key = list_item_key(node, item)
-            if key not in position:
-                items.append(copy.deepcopy(item))
-            elif node.list_type == "map":
-                items[position[key]] = merge(node.items or FREE, items[position[key]], item)
-        return items
+        has, wanted = ({list_item_key(node, item): item for item in items} for items in (live, config))
+        return [
+            merge(node.items or FREE, has[key], wanted[key])
+            if key in has and key in wanted and node.list_type == "map"
+            else copy.deepcopy(wanted[key] if key in wanted else has[key])
+            for key in _merged_order(list(has), list(wanted))
+        ]
     return copy.deepcopy(config)
+
+
+def _merged_order(live: list[str | None], applied: list[str | None]) -> list[str | None]:
+    """Return the keys of a merged list: those that are applied in their order, others where they are in the live list.
+
+    A key that is only in the live list comes before the first applied one that follows it there.
+    """
+    out: list[str | None] = []
+    shared, at = [key for key in applied if key in live], 0
+    for key in applied:
+        while at < len(live) and live[at] != key:
+            if live[at] not in applied:
+                out.append(live[at])
+            elif shared[:1] == [live[at]]:
+                break  # the next of both: a new key comes before it
+            at += 1
+        out.append(key)
+        at += at < len(live) and live[at] == key
+        shared = shared[shared[:1] == [key] :]
+    return out + [key for key in live[at:] if key not in applied]
 
 
 def compare(node: SchemaNode, old: Any, new: Any, path: Path = ()) -> tuple[set[Path], set[Path]]:
@@ -283,6 +311,21 @@ def _nodes(node: SchemaNode, value: Any, path: Path) -> set[Path]:
     """Return a field and all fields below it."""
     below = (_nodes(sub, item, (*path, part)) for part, sub, item, _ in _parts(node, value) or ())
     return {path}.union(*below) if path[-1][0] != "v" else {path}
+
+
+def _fields_above(node: SchemaNode, path: Path) -> Iterator[Path]:
+    """Return the fields of the schema in which a field is.
+
+    Who applies a field also has those above it, and removes them with everything in them, also defaults that nobody
+    owns, if no other field in them has an owner.
+    """
+    for depth, part in enumerate(path[:-1], start=1):
+        if part.startswith("f:"):
+            if part[2:] in node.properties:
+                yield path[:depth]
+            node = node.child(part[2:]) or FREE
+        else:
+            node = node.items or FREE
 
 
 def _identifies(path: Path) -> bool:
