@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from meshwright_local.kube.resources import NODES, PODS, Resource
+from meshwright_local.kube.resources import CLAIMS, NODES, PODS, Resource
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -92,8 +92,36 @@ async def test_cordon_and_uncordon(kit):
     await kit.pod("cordoned", "true", spec={"nodeSelector": {"kubernetes.io/hostname": "rack0-node1"}})
     pod = await kit.pod_when("cordoned", scheduled)
     assert "1 node(s) were unschedulable" in scheduled(pod)["message"]
+
+    async def taints():
+        found = (await kit.client.get(NODES, "rack0-node1"))["spec"].get("taints") or ()
+        return [(taint["key"], taint["effect"]) for taint in found]
+
+    async def tainted():
+        return await taints() == [("node.kubernetes.io/unschedulable", "NoSchedule")]
+
+    async def clean():
+        return await taints() == []
+
+    await kit.until(tainted, what="the node has the taint of a cordoned one")
     await kit.client.patch(NODES, "rack0-node1", {"spec": {"unschedulable": None}})
     await kit.ended("cordoned")
+    await kit.until(clean, what="the taint is gone")
+
+
+async def test_a_pod_waits_for_its_claim(kit):
+    """A pod whose claim does not exist is unschedulable. It does not wait on a node, where others need the GPUs."""
+    spec = {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "late"}}]}
+    await kit.pod("claims", "true", spec=spec)
+    condition = scheduled(await kit.pod_when("claims", scheduled))
+    assert (condition["status"], condition["reason"]) == ("False", "Unschedulable")
+    assert condition["message"].startswith('0/4 nodes are available: persistentvolumeclaim "late" not found.')
+    size = {"requests": {"storage": "1Gi"}}
+    claim = {"metadata": {"name": "late"}, "spec": {"accessModes": ["ReadWriteMany"], "resources": size}}
+    await kit.client.create(CLAIMS, claim, "default")
+    await kit.ended("claims", 30.0)
+    await kit.delete("claims", grace_seconds=0)
+    await kit.client.delete(CLAIMS, "late", "default")
 
 
 async def test_another_scheduler_is_left_alone(kit):

@@ -1,4 +1,4 @@
-"""Node lifecycle: taints nodes without heartbeats as unreachable, and evicts pods that do not tolerate the taints.
+"""Node lifecycle: taints of cordoned nodes and of nodes without heartbeats, and eviction from the latter.
 
 A node's agent renews its Lease. If renewals stop, the node's conditions become Unknown and the node is tainted; the
 NoExecute taint evicts pods after the time they tolerate. Pods of a node whose object is gone are deleted at once,
@@ -24,6 +24,7 @@ from meshwright_local.scheduler.snapshot import has_ended
 
 NOT_READY = "node.kubernetes.io/not-ready"
 UNREACHABLE = "node.kubernetes.io/unreachable"
+CORDONED = "node.kubernetes.io/unschedulable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,12 @@ class NodeController(Controller):
             await self.client.set_condition(PODS, pod, condition)
 
     async def _set_taints(self, name: str, node: KubeObject, wanted: str | None) -> None:
-        """Set exactly the lifecycle taint that matches the node's state, for scheduling and for running pods."""
+        """Set exactly the taints that match the node's state: no contact, for scheduling and running pods; cordoned."""
         old = _taints(node)
-        others = [taint for taint in old if taint["key"] not in (NOT_READY, UNREACHABLE)]
+        others = [taint for taint in old if taint["key"] not in (NOT_READY, UNREACHABLE, CORDONED)]
+        if (node.get("spec") or {}).get("unschedulable"):
+            before = [taint for taint in old if taint["key"] == CORDONED]
+            others += before or [{"key": CORDONED, "effect": "NoSchedule", "timeAdded": timestamps.now()}]
         mine = [taint for taint in old if taint["key"] == wanted]
         if wanted and {taint["effect"] for taint in mine} != {"NoSchedule", "NoExecute"}:
             moment = timestamps.now()

@@ -1,14 +1,14 @@
 """Whether a pod fits a node, and why not (pure).
 
 Filters run in kube-scheduler's order and return its messages; for taints those of releases before 1.35, which name the
-taint. Supported: cordoned nodes, taints, node selector and affinity, resources, pod affinity and anti-affinity. Not
-supported: topology spread, host ports, volume topology and dynamic resource claims.
+taint. Supported: bound volume claims, cordoned nodes, taints, node selector and affinity, resources, pod affinity and
+anti-affinity. Not supported: topology spread, host ports, volume topology and dynamic resource claims.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.kube.selectors import labels_match, node_matches, pinned_to, tolerates
@@ -23,10 +23,27 @@ def filter_reasons(pod: KubeObject, view: NodeView, snapshot: Snapshot) -> list[
     return next((reasons for check in _FILTERS if (reasons := check(pod, view, snapshot))), [])
 
 
-def unschedulable_message(reasons: dict[str, list[str]]) -> str:
-    """Return kube-scheduler's message for a pod that fits no node, from every node's reasons."""
+def claim_reason(pod: KubeObject, claims: Mapping[tuple[str, str], KubeObject]) -> str:
+    """Return why no node can have the pod's volumes yet; empty if its claims are bound."""
+    space = pod["metadata"].get("namespace") or ""
+    for volume in pod["spec"].get("volumes") or ():
+        name = (volume.get("persistentVolumeClaim") or {}).get("claimName")
+        claim = claims.get((space, name)) if name else None
+        if name and claim is None:
+            return f'persistentvolumeclaim "{name}" not found'
+        if claim is not None and claim["metadata"].get("deletionTimestamp"):
+            return f'persistentvolumeclaim "{name}" is being deleted'
+        if claim is not None and (claim.get("status") or {}).get("phase") != "Bound":
+            return "pod has unbound immediate PersistentVolumeClaims"
+    return ""
+
+
+def unschedulable_message(reasons: dict[str, list[str]], claim: str = "") -> str:
+    """Return kube-scheduler's message for a pod that fits no node, from every node's reasons or that of a claim."""
     if not reasons:
         return "no nodes available to schedule pods"
+    if claim:
+        return f"0/{len(reasons)} nodes are available: {claim}."
     counts = Counter(reason for node in reasons.values() for reason in node)
     parts = ", ".join(sorted(f"{count} {reason}" for reason, count in counts.items()))
     return f"0/{len(reasons)} nodes are available: {parts}."

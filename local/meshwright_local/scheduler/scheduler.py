@@ -14,7 +14,7 @@ from meshwright_local.controllers.base import Controller, Key
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import REQUEST_ERRORS, ApiError
 from meshwright_local.kube.reflector import Change, ChangeType, Informers
-from meshwright_local.kube.resources import NAMESPACES, NODES, PODS, key_of
+from meshwright_local.kube.resources import CLAIMS, NAMESPACES, NODES, PODS, key_of
 from meshwright_local.scheduler import filters, scoring, snapshot
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class Scheduler(Controller):
         self._pods = self.watch_resource(PODS, self._pod_changed)
         self._nodes = self.watch_resource(NODES, _node_changed)
         self._namespaces = self.watch_resource(NAMESPACES, lambda _: ())
+        self._claims = self.watch_resource(CLAIMS, lambda _: (_PASS,))
 
     def _pod_changed(self, change: Change) -> Iterable[Key]:
         if change.type is ChangeType.DELETED or change.object["spec"].get("nodeName"):
@@ -62,10 +63,11 @@ class Scheduler(Controller):
         return again
 
     async def _place(self, pod: KubeObject, view: snapshot.Snapshot) -> None:
+        waits = filters.claim_reason(pod, self._claims)
         rejections = {name: filters.filter_reasons(pod, node, view) for name, node in view.nodes.items()}
-        possible = [view.nodes[name] for name, reasons in rejections.items() if not reasons]
+        possible = [view.nodes[name] for name, reasons in rejections.items() if not reasons and not waits]
         if not possible:
-            message = filters.unschedulable_message(rejections)
+            message = filters.unschedulable_message(rejections, waits)
             if await self._set_unscheduled_condition(pod, "Unschedulable", message):
                 self.events.emit(pod, "Warning", "FailedScheduling", message)
             return

@@ -329,8 +329,9 @@ def _without_times(obj: KubeObject) -> KubeObject:
 def _set_collection(metadata: KubeObject, policy: str | None) -> None:
     """Set the finalizer that tells the garbage collector what to do with the dependents."""
     if policy is not None:
-        others = {*(metadata.pop("finalizers", None) or ())} - {*_COLLECTOR_FINALIZERS.values()}
-        finalizers = sorted(others | {_COLLECTOR_FINALIZERS.get(policy, "")} - {""})
+        wanted = _COLLECTOR_FINALIZERS.get(policy)
+        others = [f for f in metadata.pop("finalizers", None) or () if f not in _COLLECTOR_FINALIZERS.values()]
+        finalizers = others + ([wanted] if wanted else [])
         metadata |= {"finalizers": finalizers} if finalizers else {}
 
 

@@ -311,8 +311,13 @@ class Handlers:
         """Bind a pod to the node of a Binding; 409 if it is gated, bound or being deleted."""
         binding, options, pod = await call.object(), call.options(), self._existing(call)
         node, name, spec = field_value(binding, "target.name"), call.target.name, pod["spec"]
+        if field_value(binding, "metadata.name") not in (None, "", name):
+            raise status_errors.bad_request("name in URL does not match name in Binding object")
         if not isinstance(node, str) or not node:
             raise status_errors.invalid("", "Binding", name, [status_errors.required("target.name")])
+        if (kind := field_value(binding, "target.kind")) not in (None, "", "Node"):
+            cause = status_errors.unsupported_value("target.kind", kind, ("Node", "<empty>"))
+            raise status_errors.invalid("", "Binding", name, [cause])
         for key in ("uid", "resourceVersion"):
             if field_value(binding, f"metadata.{key}") not in (None, "", pod["metadata"][key]):
                 raise call.resource.conflict(name, f"Precondition failed: {key} in precondition")
