@@ -363,3 +363,19 @@ async def test_an_object_without_managers(api):
     code, obj = await apply(api, path, {**body, "data": {"more": "1"}}, "m")
     assert (code, obj["data"]) == (200, {"k": "v", "more": "1"})
     assert {entry["manager"] for entry in obj["metadata"]["managedFields"]} == {"before-first-apply", "m"}
+
+
+async def test_a_put_creates_what_clients_own(api):
+    """Leases and events, and kinds whose clients write all of them."""
+    space = f"namespaces/{api.namespace}"
+    for path, body in {
+        f"/apis/coordination.k8s.io/v1/{space}/leases": {"spec": {}},
+        f"/api/v1/{space}/services": {"spec": {"ports": [{"port": 80}]}},
+        f"/api/v1/{space}/events": {"involvedObject": {"namespace": api.namespace}},
+        f"/apis/rbac.authorization.k8s.io/v1/{space}/roles": {"rules": []},
+    }.items():
+        code, made = await api.call("PUT", f"{path}/a", {**body, "metadata": {"name": "a"}})
+        assert (code, made["metadata"]["name"]) == (201, "a"), path
+        code, _ = await api.call("PUT", f"{path}/b", {**body, "metadata": {"name": "b", "uid": "gone"}})
+        assert code == 409, path
+    assert (await api.call("PUT", f"{api.maps}/c", api.config_map("c")))[0] == 404

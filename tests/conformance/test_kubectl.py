@@ -110,3 +110,28 @@ async def test_namespaces(api, kubectl):
     name = f"{api.namespace}-t"
     assert "created" in await kubectl("create", "ns", name)
     assert "deleted" in await kubectl("delete", "ns", name, "--timeout=200s")
+
+
+async def test_typed_commands_with_nested_objects(api, kubectl):
+    """These commands send protobuf, where JSON's inlined fields are messages of their own."""
+    rule = ("--rule", "example.com/path*=web:80")
+    assert "created" in await kubectl("create", "ingress", "i", *rule)
+    shown = json.loads(await kubectl("get", "ingress", "i", "-o", "json"))
+    assert shown["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]["name"] == "web"
+    variable = {"name": "A", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}}
+    probe = {"exec": {"command": ["true"]}}
+    container = {"name": "a", "image": "b", "env": [variable], "livenessProbe": probe}
+    volumes = [{"name": "v", "configMap": {"name": "c"}}, {"name": "e", "emptyDir": {}}]
+    pod = {"restartPolicy": "Never", "containers": [container], "volumes": volumes}
+    spec = {
+        "schedule": "0 0 1 1 *",
+        "suspend": True,
+        "jobTemplate": {"spec": {"suspend": True, "template": {"spec": pod}}},
+    }
+    cron = {"apiVersion": "batch/v1", "kind": "CronJob", "metadata": {"name": "c"}, "spec": spec}
+    assert "created" in await kubectl("apply", "-f", "-", stdin=manifest(cron))
+    assert "created" in await kubectl("create", "job", "j", "--from=cronjob/c")
+    made = json.loads(await kubectl("get", "job", "j", "-o", "json"))["spec"]["template"]["spec"]
+    assert [volume.get("configMap", {}).get("name") for volume in made["volumes"]] == ["c", None]
+    assert made["containers"][0]["env"] == [variable]
+    assert made["containers"][0]["livenessProbe"]["exec"] == {"command": ["true"]}

@@ -59,6 +59,8 @@ class QuotaRules(Rules):
 class LimitRangeRules(Rules):
     """LimitRanges: bounds of containers and pods, and defaults of containers."""
 
+    put_creates = True
+
     def defaults(self, obj: KubeObject) -> None:
         """Default a container's limit to the maximum, and its request to the limit, or else to the minimum."""
         for item in (obj.get("spec") or {}).get("limits") or ():

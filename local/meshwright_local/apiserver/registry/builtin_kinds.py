@@ -73,6 +73,7 @@ class _Services(Rules):
     """Services: type, ports and cluster IP."""
 
     name_form = "dns-1035"
+    put_creates = True
     returns_deleted = True
 
     def defaults(self, obj: KubeObject) -> None:
@@ -195,6 +196,10 @@ class _Returning(Rules):
     returns_deleted = True
 
 
+class _Endpoints(Rules):
+    put_creates = True
+
+
 _POD_FIELDS = {"spec.hostNetwork": "false"} | {
     **{f"spec.{name}": "" for name in ("nodeName", "restartPolicy", "schedulerName", "serviceAccountName")},
     **{f"status.{name}": "" for name in ("phase", "podIP", "nominatedNodeName")},
@@ -222,7 +227,7 @@ _TABLE: tuple[_Row, ...] = (
     ("", "PersistentVolumeClaim", "persistentvolumeclaims", "pvc", ClaimRules(), {}),
     ("", "PersistentVolume", "persistentvolumes", "pv", _Volumes(), _CLUSTER),
     ("", "ServiceAccount", "serviceaccounts", "sa", _Returning(), _PLAIN),
-    ("", "Endpoints", "endpoints", "ep", Rules(), _PLAIN),
+    ("", "Endpoints", "endpoints", "ep", _Endpoints(), _PLAIN),
     ("", "ResourceQuota", "resourcequotas", "quota", QuotaRules(), {}),
     ("", "LimitRange", "limitranges", "limits", LimitRangeRules(), _PLAIN),
     ("apps", "Deployment", "deployments", "deploy", WorkloadRules(), _SCALED),

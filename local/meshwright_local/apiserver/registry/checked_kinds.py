@@ -49,6 +49,8 @@ def check_micro_times(obj: KubeObject, *paths: str) -> None:
 class LeaseRules(Rules):
     """Leases, on which leader election depends."""
 
+    put_creates = True
+
     def defaults(self, obj: KubeObject) -> None:
         """Reject times in another form than the real server reads."""
         check_micro_times(obj, "spec.acquireTime", "spec.renewTime")
@@ -67,6 +69,8 @@ class LeaseRules(Rules):
 
 class EventRules(Rules):
     """Events: they are in the namespace of their object, those of cluster-wide objects in `default`."""
+
+    put_creates = True
 
     def defaults(self, obj: KubeObject) -> None:
         """Reject times in another form than the real server reads."""
@@ -193,6 +197,7 @@ class RoleRules(Rules):
     """Roles and cluster roles."""
 
     name_form = "path-segment"
+    put_creates = True
 
     def check(self, obj: KubeObject, old: KubeObject | None, subresource: str) -> list[Cause]:
         """Validate the rules."""
@@ -215,6 +220,7 @@ class BindingRules(Rules):
     """Role bindings, whose role never changes: who may write a binding must not give other rights with it."""
 
     name_form = "path-segment"
+    put_creates = True
 
     def defaults(self, obj: KubeObject) -> None:
         """Set the API groups."""

@@ -17,6 +17,8 @@ class Rules:
     name_form = "subdomain"
     graceful = False
     """Whether deletion is graceful: it waits until an agent has stopped something."""
+    put_creates = False
+    """Whether a PUT of an object that does not exist creates it."""
     returns_deleted = False
     """Whether a delete returns the object instead of a Status."""
 

@@ -218,11 +218,26 @@ class Handlers:
         view, options, obj = call.view(), call.options(), await call.object()
         return _reply(view, self.objects.create(call.resource, call.target.namespace, obj, options), 201, options)
 
+    def _create_by_put(self, call: Call, new: KubeObject, options: WriteOptions) -> KubeObject:
+        """Create the object of a PUT; raises ApiError 409 if it is that of another one."""
+        metadata = new.setdefault("metadata", {})
+        if isinstance(metadata, dict):
+            if metadata.get("uid"):
+                text = f"Precondition failed: UID in precondition: {metadata['uid']}, UID in object meta: "
+                raise call.resource.conflict(call.target.name, text)
+            metadata.pop("resourceVersion", None)
+            metadata["name"] = call.target.name
+        return self.objects.create(call.resource, call.target.namespace, new, options)
+
     async def _replace(self, call: Call) -> web.Response:
         view, options, new = call.view(), call.options(), await call.object()
+        resource, target = call.resource, call.target
+        place = (target.namespace, target.name)
         if isinstance(new.get("metadata"), dict):  # checked before the object is looked up
-            check_place("name", new, call.target.name)
-        updated = self.objects.replace(call.resource, self._existing(call), new, options, call.target.subresource)
+            check_place("name", new, target.name)
+        if resource.rules.put_creates and not target.subresource and self.store.find(resource.key, *place) is None:
+            return _reply(view, self._create_by_put(call, new, options), 201, options)
+        updated = self.objects.replace(resource, self._existing(call), new, options, target.subresource)
         return _reply(view, updated, 200, options)
 
     async def _patch(self, call: Call) -> web.Response:

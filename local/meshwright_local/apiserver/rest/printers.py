@@ -281,6 +281,7 @@ _COMPUTED: dict[str, Callable[[KubeObject], Any]] = {
     "least": lambda obj: str(first(obj, ".spec.minAvailable") or "N/A"),
     "most": lambda obj: str(first(obj, ".spec.maxUnavailable") or "N/A"),
     "role": lambda obj: f"{obj['roleRef']['kind']}/{obj['roleRef']['name']}",
+    "default": lambda obj: str(bool(obj.get("globalDefault"))).lower(),
     "message": lambda obj: (obj.get("message") or "").strip(),
     "data": lambda obj: len(obj.get("data") or {}) + len(obj.get("binaryData") or {}),
 }
@@ -317,6 +318,8 @@ _COLUMNS: dict[tuple[str, str], tuple[str, ...]] = {
     + ("Allowed Disruptions=.status.disruptionsAllowed#", _AGE),
     ("rbac.authorization.k8s.io", "rolebindings"): ("Role=role", _AGE),
     ("rbac.authorization.k8s.io", "clusterrolebindings"): ("Role=role", _AGE),
+    ("scheduling.k8s.io", "priorityclasses"): ("Value=.value#", "Global-Default=default", _AGE)
+    + ("PreemptionPolicy=.preemptionPolicy",),
     ("batch", "jobs"): ("Completions=completions", _AGE),
     ("apiextensions.k8s.io", "customresourcedefinitions"): ("Created At=.metadata.creationTimestamp",),
 }

@@ -32,6 +32,11 @@ MAX_BODY_BYTES = 3 * 1024 * 1024
 MAX_OPERATIONS = 10000
 _MAGIC = b"k8s\0"
 _META = "k8s.io.apimachinery.pkg.apis.meta.v1."
+# Messages whose fields JSON has in the object around them.
+_INLINED = (
+    *("ephemeralContainerCommon", "handler", "ingressRuleValue", "localObjectReference"),
+    *("persistentVolumeSource", "volumeSource"),
+)
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError, struct.error)
 _PATCH_ERRORS = (jsonpatch.JsonPatchException, jsonpatch.JsonPointerException, TypeError, KeyError, ValueError)
 
@@ -166,6 +171,8 @@ def _message(kind: str, data: bytes) -> Any:
             out.setdefault(name, {})[pair.get(1, b"").decode()] = _value(sub, pair.get(2, b""))
         elif label == "repeated":
             out.setdefault(name, []).append(_value(sub, value))
+        elif name in _INLINED:
+            out |= _value(sub, value)
         elif name and (item := _value(sub, value)) not in ("", None, {}):
             out[name] = item
     wraps_a_list = list(known.values()) == [["items", "string", "repeated"]]
