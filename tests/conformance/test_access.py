@@ -1,5 +1,6 @@
 """Who may do what: tokens, roles, impersonation."""
 
+import asyncio
 import json
 import time
 
@@ -7,6 +8,7 @@ import aiohttp
 import pytest
 
 from meshwright_local.apiserver.auth.identity import Authenticator
+from tests.patience import patient
 
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
 
@@ -165,3 +167,36 @@ def test_odd_authorization_headers(header):
     with pytest.raises(ApiError) as failure:
         Authenticator({}, b"key", lambda *who: True).authenticate(header)
     assert failure.value.code == 401
+
+
+async def test_roles_of_users_include_the_rules_of_charts(api, runs):
+    """`view`, `edit` and `admin` for built-in kinds; a chart adds its own kinds with a label."""
+    name, group = f"conformance-{api.namespace}", "rbac.authorization.k8s.io"
+    rules = [{"apiGroups": ["conformance.example.com"], "resources": ["runs"], "verbs": ["get", "list"]}]
+    label = {f"{group}/aggregate-to-view": "true"}
+    role = {"metadata": {"name": name, "labels": label}, "rules": rules}
+    assert (await api.call("POST", f"{RBAC}/clusterroles", role))[0] == 201
+    for who, what in (("reader", "view"), ("writer", "edit"), ("owner", "admin")):
+        subject = {"kind": "User", "apiGroup": group, "name": who}
+        reference = {"apiGroup": group, "kind": "ClusterRole", "name": what}
+        body = {"metadata": {"name": who}, "subjects": [subject], "roleRef": reference}
+        path = f"{RBAC}/namespaces/{api.namespace}/rolebindings"
+        assert (await api.call("POST", path, body))[0] == 201
+
+    async def may(user, verb, resource, group=""):
+        on = {"namespace": api.namespace, "verb": verb, "resource": resource, "group": group}
+        body = {"spec": {"user": user, "resourceAttributes": on}}
+        code, answer = await api.call("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", body)
+        assert code == 201, answer
+        return answer["status"]["allowed"]
+
+    deadline = time.monotonic() + patient(10)
+    while not await may("owner", "list", "runs", "conformance.example.com"):  # a controller collects the rules
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    checks = {("get", "pods"): 3, ("create", "pods"): 2, ("get", "secrets"): 2, ("get", "nodes"): 0}
+    for (verb, resource), number in checks.items():
+        allowed = [await may(user, verb, resource) for user in ("owner", "writer", "reader")]
+        assert allowed == [index < number for index in range(3)], (verb, resource)
+    assert [await may(user, "create", "roles", group) for user in ("owner", "writer", "reader")] == [True, False, False]
+    await api.call("DELETE", f"{RBAC}/clusterroles/{name}")

@@ -2,7 +2,7 @@
 
 Service account tokens have the form of JWTs, signed with a key that only this server knows, so they can be verified
 without being stored. Every user that may write roles may write any role: unlike a real server, this one does not check
-the `escalate` and `bind` verbs. It does not aggregate cluster roles.
+the `escalate` and `bind` verbs. An aggregated cluster role has the rules of the others, but does not show them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 from meshwright.api.objects import KubeObject
+from meshwright_local.apiserver.auth.user_roles import rules_of, user_roles
 from meshwright_local.apiserver.status_errors import ApiError, bad_request
 from meshwright_local.apiserver.store import Store
 
@@ -166,6 +167,8 @@ def initial_roles() -> Iterator[tuple[str, KubeObject]]:
     own = {"authorization.k8s.io": ["selfsubjectaccessreviews", "selfsubjectrulesreviews"]}
     own["authentication.k8s.io"] = ["selfsubjectreviews"]
     basic: list[Any] = [{"apiGroups": [group], "resources": names, "verbs": ["create"]} for group, names in own.items()]
+    for role in user_roles():
+        yield "clusterroles", role
     for name, rules, groups in (
         ("cluster-admin", every, [ADMINS]),
         ("system:basic-user", basic, [AUTHENTICATED]),
@@ -203,7 +206,10 @@ class Authorizer:
                 plural = "clusterroles" if binding["roleRef"].get("kind") == "ClusterRole" else "roles"
                 where = namespace if plural == "roles" else ""
                 role = self._store.find((RBAC, plural), where, binding["roleRef"].get("name", ""))
-                yield from (role or {}).get("rules") or ()
+                if role is not None and role.get("aggregationRule"):
+                    yield from rules_of(role, self._store.all((RBAC, "clusterroles")))
+                else:
+                    yield from (role or {}).get("rules") or ()
 
 
 def _is_subject(subject: KubeObject, user: User, binding: KubeObject) -> bool:
