@@ -379,3 +379,39 @@ async def test_a_put_creates_what_clients_own(api):
         code, _ = await api.call("PUT", f"{path}/b", {**body, "metadata": {"name": "b", "uid": "gone"}})
         assert code == 409, path
     assert (await api.call("PUT", f"{api.maps}/c", api.config_map("c")))[0] == 404
+
+
+async def test_a_patch_that_makes_an_object_unreadable(api, runs):
+    """A create of such an object is malformed: 400. A patch is invalid: 422."""
+    await api.call("POST", api.maps, api.config_map("c"))
+    await api.call("POST", runs, api.run("r"))
+    unknown = {"fieldValidation": "Strict"}
+    for path, patch, kind, query in (
+        (f"{api.maps}/c", {"data": "x"}, MERGE, {}),
+        (f"{api.maps}/c", {"data": {"a": 1}}, STRATEGIC, {}),
+        (f"{api.maps}/c", [{"op": "replace", "path": "/data", "value": []}], JSON_PATCH, {}),
+        (f"{api.maps}/c", {"date": {}}, MERGE, unknown),
+        (f"{runs}/r", {"spec": {"worker": 1}}, MERGE, unknown),
+    ):
+        code, status = await api.call("PATCH", path, patch, kind, **query)
+        assert (code, status["reason"], status["details"]["causes"][0]["field"]) == (422, "Invalid", "patch"), patch
+    assert (await api.call("POST", api.maps, {**api.config_map("d"), "data": "x"}))[0] == 400
+
+
+async def test_conflicts_of_several_fields(api):
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "1", "b": "1"}}
+    await apply(api, f"{api.maps}/c", body, "m1")
+    code, status = await apply(api, f"{api.maps}/c", {**body, "data": {"a": "2", "b": "2"}}, "m2")
+    text = 'Apply failed with 2 conflicts: conflicts with "m1":\n- .data.a\n- .data.b'
+    assert (code, status["message"]) == (409, text)
+
+
+async def test_reviews_have_a_kind(api):
+    """Clients that leave out the kind of a review read it in the answer."""
+    on = {"namespace": api.namespace, "verb": "get", "resource": "pods"}
+    path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+    code, answer = await api.call("POST", path, {"spec": {"resourceAttributes": on}})
+    assert (code, answer["kind"], answer["apiVersion"]) == (
+        *(201, "SelfSubjectAccessReview"),
+        "authorization.k8s.io/v1",
+    )

@@ -42,6 +42,13 @@ class ApiError(Exception):
         return {**head, "message": self.message, **why, **({"details": details} if details else {}), "code": self.code}
 
 
+class UnreadableError(ApiError):
+    """An object cannot be decoded as its kind: 400, or 422 if a patch made it so."""
+
+    def __init__(self, kind: str, version: str, why: str) -> None:
+        super().__init__(400, "BadRequest", f'{kind} in version "{version}" cannot be handled as a {kind}: {why}')
+
+
 def success(code: int | None = None, details: KubeObject | None = None) -> KubeObject:
     """Return a success `Status` object. That of a delete has no code, as in the real server."""
     status: KubeObject = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}

@@ -12,7 +12,7 @@ from meshwright_local.apiserver.registry.resource_types import Resource
 from meshwright_local.apiserver.rest.query_options import WriteOptions
 from meshwright_local.apiserver.schema.structural import SchemaNode, apply_defaults, canonicalize, drop_empty, prune
 from meshwright_local.apiserver.schema.validation import validate
-from meshwright_local.apiserver.status_errors import ApiError, Cause, bad_request, invalid, not_allowed
+from meshwright_local.apiserver.status_errors import ApiError, Cause, UnreadableError, bad_request, invalid, not_allowed
 
 _CRDS = ("apiextensions.k8s.io", "customresourcedefinitions")
 _ZERO: dict[Any, Any] = {"string": "", "integer": 0, "number": 0, "boolean": False}
@@ -89,8 +89,7 @@ def drop_unknown_fields(resource: Resource, obj: KubeObject, options: WriteOptio
 
 
 def _unreadable(resource: Resource, why: str) -> ApiError:
-    kind = resource.kind
-    return bad_request(f'{kind} in version "{resource.version}" cannot be handled as a {kind}: {why}')
+    return UnreadableError(resource.kind, resource.version, why)
 
 
 def _prepare_custom(resource: Resource, obj: KubeObject, old: KubeObject | None) -> list[Cause]:

@@ -10,7 +10,7 @@ from meshwright_local.apiserver.auth.identity import RBAC
 from meshwright_local.apiserver.registry.resource_types import Rules
 from meshwright_local.apiserver.status_errors import (
     Cause,
-    bad_request,
+    UnreadableError,
     invalid_value,
     not_allowed,
     required,
@@ -41,9 +41,8 @@ def check_micro_times(obj: KubeObject, *paths: str) -> None:
         for part in path.split("."):
             value = (value or {}).get(part) or {}
         if isinstance(value, str) and not _MICRO_TIME.fullmatch(value):
-            kind = obj["kind"]
             why = f'parsing time "{value}": {path} needs six digits after the seconds, as 2006-01-02T15:04:05.000000Z'
-            raise bad_request(f'{kind} in version "v1" cannot be handled as a {kind}: {why}')
+            raise UnreadableError(obj["kind"], "v1", why)
 
 
 class LeaseRules(Rules):

@@ -356,6 +356,14 @@ def _conflict(conflicts: list[tuple[Manager, Path]]) -> ApiError:
         text += f" using {manager.api_version}" if manager.operation == "Update" else ""
         name = "".join(f".{p[2:]}" if p.startswith("f:") else _item_name(p[2:]) for p in path)
         causes.append(Cause(name, "FieldManagerConflict", text))
-    text = ", ".join(f"{cause.message}: {cause.field}" for cause in causes)
+    by_manager: dict[str, list[str]] = {}
+    for cause in causes:
+        by_manager.setdefault(cause.message, []).append(cause.field)
+    if len(causes) == 1:
+        text = f"{causes[0].message}: {causes[0].field}"
+    else:
+        text = "\n".join(
+            "\n- ".join([f"{who.replace('conflict', 'conflicts', 1)}:", *fields]) for who, fields in by_manager.items()
+        )
     text = f"Apply failed with {len(causes)} conflict{'s' if len(causes) > 1 else ''}: {text}"
     return ApiError(409, "Conflict", text, details_of("", "", "", causes))

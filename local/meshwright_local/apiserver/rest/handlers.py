@@ -254,7 +254,13 @@ class Handlers:
             )
         old = self._existing(call)
         new = request_bodies.patched(resource.node, call.content_type, old, patch)
-        return _reply(view, self.objects.update(resource, old, new, options, target.subresource), 200, options)
+        try:
+            updated = self.objects.update(resource, old, new, options, target.subresource)
+        except status_errors.UnreadableError as error:
+            # The object was readable before the patch, so the patch is what is invalid.
+            cause = Cause("patch", "FieldValueInvalid", f"Invalid value: {error.message}")
+            raise status_errors.invalid(resource.group, resource.kind, target.name, [cause]) from None
+        return _reply(view, updated, 200, options)
 
     async def _delete_options(self, call: Call) -> KubeObject:
         body = await call.request.read()

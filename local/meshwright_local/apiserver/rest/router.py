@@ -123,7 +123,9 @@ class Routes:
             if request.method != "POST" or target.name or version != "v1":
                 raise method_not_allowed()
             body = await body_of(request)
-            return plain(review(target.plural, body, user, self._authenticator, self._authorizer), 201)
+            answer = review(target.plural, body, user, self._authenticator, self._authorizer)
+            named = {"kind": REVIEWS[target.group, target.plural], "apiVersion": f"{target.group}/{version}"}
+            return plain({**named, **answer}, 201)
         resource = self._registry.get(target.group, version, target.plural)
         misplaced = resource is None or (
             (target.name and not target.namespace) if resource.namespaced else target.namespace
