@@ -247,10 +247,8 @@ def _find(files: Any, root: str) -> dict[str, dict[str, Any]]:
     would be missing unnoticed, and an address that does not answer would have no files.
     """
     from fsspec.asyn import AsyncFileSystem
-    from fsspec.implementations.cached import CachingFileSystem
     from fsspec.spec import AbstractFileSystem
 
-    files = files.fs if isinstance(files, CachingFileSystem) else files
     kind = type(files)
     walks = kind._find is AsyncFileSystem._find if files.async_impl else kind.find is AbstractFileSystem.find
     if not walks:
