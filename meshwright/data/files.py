@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import stat
+import tarfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,7 +193,7 @@ class RemoteDirectory:
 
     def _list(self) -> list[FileEntry]:
         try:
-            listed: dict[str, dict[str, Any]] = self._files.find(self._root, detail=True)
+            listed: dict[str, dict[str, Any]] = _find(self._files, self._root)
         except Exception as error:  # a back end raises what it likes
             raise _remote_error(f"`data.uri: {self._uri}` cannot be listed: {error}", error) from error
         entries = [entry for path, found in listed.items() if (entry := self._entry(path, found)) is not None]
@@ -238,9 +240,39 @@ class RemoteDirectory:
         return None
 
 
+def _find(files: Any, root: str) -> dict[str, dict[str, Any]]:
+    """All files below the root of an fsspec back end, with what it says about them.
+
+    fsspec's own `find`, of back ends that have none of theirs, leaves out directories that it cannot list: their text
+    would be missing unnoticed, and an address that does not answer would have no files.
+    """
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    kind = type(files)
+    walks = kind._find is AsyncFileSystem._find if files.async_impl else kind.find is AbstractFileSystem.find
+    if not walks:
+        found: dict[str, dict[str, Any]] = files.find(root, detail=True)
+        return found
+    found = {}
+    directories, seen = [root], {root.rstrip("/")}
+    while directories:
+        for entry in files.ls(directories.pop(), detail=True):
+            path = str(entry["name"]).rstrip("/")
+            if entry["type"] != "directory":
+                found[entry["name"]] = entry
+            elif path not in seen:
+                seen.add(path)
+                directories.append(entry["name"])
+    if not found and files.isfile(root):
+        found[root] = {}
+    return found
+
+
 def _remote_error(message: str, error: Exception) -> DataError:
-    """The error of a remote directory: permanent if the URI, its package or its rights are wrong."""
-    wrong = isinstance(error, ImportError | ValueError | TypeError | KeyError | AttributeError)
+    """The error of a remote directory: permanent if the URI, its package, its archive or its rights are wrong."""
+    permanent = (ImportError, ValueError, TypeError, KeyError, AttributeError, zipfile.BadZipFile, tarfile.ReadError)
+    wrong = isinstance(error, permanent)
     if wrong or (isinstance(error, OSError) and is_permanent(error)):
         return DataError(message)
     return StorageUnavailableError(message)

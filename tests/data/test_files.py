@@ -6,6 +6,8 @@ import errno
 import functools
 import http.server
 import os
+import socket
+import struct
 import tempfile
 import threading
 import zipfile
@@ -26,6 +28,7 @@ from meshwright.data.files import (
     open_directory,
     split_uri,
 )
+from meshwright_local.nodeagent.network.ports import free_port
 
 
 def names(directory: Directory) -> list[str]:
@@ -85,6 +88,18 @@ class Site(http.server.SimpleHTTPRequestHandler):
     """A list of links."""
 
     tells_sizes = True
+    silent = "/nothing"
+    """Requests for this path are not answered."""
+
+    def do_GET(self) -> None:
+        """See `BaseHTTPRequestHandler`."""
+        if not self.path.startswith(self.silent):
+            super().do_GET()
+            return
+        # Closed with bytes that nobody has read or without lingering, a connection is reset.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Nothing."""
@@ -96,8 +111,8 @@ class Site(http.server.SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def served(root: Path, *, tells_sizes: bool = True) -> Iterator[str]:
-    handler = type("Handler", (Site,), {"tells_sizes": tells_sizes})
+def served(root: Path, **options: bool | str) -> Iterator[str]:
+    handler = type("Handler", (Site,), options)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(root))) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -128,6 +143,35 @@ def test_files_behind_links_of_a_page(tmp_path: Path) -> None:
     says = r"^a\.txt cannot be read: `data.uri` does not report its size"
     with served(tmp_path, tells_sizes=False) as site, pytest.raises(DataError, match=says):
         list(matching_files(open_directory(site), "*.txt"))
+
+
+def test_no_directory_behind_links_is_left_out_because_it_does_not_answer(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "sub" / "b.txt").write_text("b")
+    with (
+        served(tmp_path, silent="/sub") as site,
+        pytest.raises(DataError, match=r"^`data.uri: .*` cannot be listed: ") as error,
+    ):
+        open_directory(site).files()
+    assert is_storage_fault(error.value)  # it may answer later
+    (tmp_path / "index.html").write_text('<a href="a.txt">a</a> <a href="gone/">gone</a>')
+    with served(tmp_path) as site, pytest.raises(DataError, match=r"cannot be listed: .*/gone/") as error:
+        open_directory(site).files()
+    assert not is_storage_fault(error.value)
+
+
+def test_an_address_that_does_not_answer_is_not_an_empty_directory() -> None:
+    with pytest.raises(DataError, match=r"^`data.uri: .*` cannot be listed: ") as error:
+        open_directory(f"http://127.0.0.1:{free_port('127.0.0.1')}/text").files()
+    assert is_storage_fault(error.value)
+
+
+def test_an_archive_that_is_broken_is_not_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "a.zip").write_text("not an archive")
+    with pytest.raises(DataError, match="cannot be opened: File is not a zip file") as error:
+        open_directory(f"zip://::file://{tmp_path}/a.zip")
+    assert not is_storage_fault(error.value)
 
 
 @pytest.mark.parametrize("uri", ["github://x", "zip://::file:///nonexistent.zip"])

@@ -90,6 +90,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "loss in chunks": {"tensor": 2, "training": {"loss_chunk_tokens": 8}},
     "tensor": {"tensor": 2},
     "1F1B": {"pipeline": 2, "micro_batches": 4},
+    "1F1B, selective checkpointing": {
+        "pipeline": 2,
+        "micro_batches": 4,
+        "training": {"activation_checkpointing": "Selective"},
+    },
     "ZB-V": {"pipeline": 2, "micro_batches": 4, "layers": 4, "parallelism": {"schedule": "ZBV"}},
     "PipeDream-2BW": {"pipeline": 2, "clip": 0.0, "parallelism": {"schedule": "PipeDream2BW"}},
     "ring": {"context": 2},

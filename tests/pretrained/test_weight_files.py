@@ -35,6 +35,22 @@ def test_tensors_that_the_model_lacks_are_rejected_when_a_run_begins(tmp_path: P
     load_pretrained([], model, directory, begins=False)
 
 
+def test_an_output_projection_of_its_own_is_not_taken_for_the_embedding(tmp_path: Path) -> None:
+    """The configuration says that they are one: the projection was left out without a message."""
+    config = LLAMA | {"tie_word_embeddings": True}
+    weights, model = random_weights(LLAMA), architecture_from_config(config)
+    embedding = weights["model.embed_tokens.weight"]
+    for name, head in {"twice": embedding.clone(), "rounded": embedding.bfloat16()}.items():
+        load_pretrained([], model, write_model(tmp_path / name, config, weights | {"lm_head.weight": head}))
+    directory = write_model(tmp_path / "apart", config, weights)
+    with pytest.raises(
+        PretrainedError, match=r"has a `lm_head.weight` that differs .*set that to false, and `model.tie"
+    ):
+        load_pretrained([], model, directory)
+    load_pretrained([], model, directory, begins=False)
+    load_pretrained([], architecture_from_config(LLAMA), write_model(tmp_path / "untied", LLAMA, weights))
+
+
 def test_weights_that_are_not_numbers_of_a_model_are_rejected(tmp_path: Path) -> None:
     """Integers were converted to floats without an error."""
     name = "model.layers.1.mlp.up_proj.weight"

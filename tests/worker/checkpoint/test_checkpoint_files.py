@@ -155,6 +155,21 @@ def test_a_directory_without_a_manifest_is_not_a_checkpoint(tmp_path: Path) -> N
     assert directory.steps() == []
 
 
+def test_a_directory_without_a_manifest_is_named_when_ranks_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a word, the run began with an older checkpoint, or at step 0."""
+    directory = CheckpointDirectory(tmp_path)
+    for step in (3, 6):
+        save(directory, step)
+    directory.clean()
+    assert not caplog.text
+    (directory.path(6) / MANIFEST).unlink()
+    directory.clean()
+    assert f"{directory.path(6)} has no {MANIFEST}, and does not count as a checkpoint" in caplog.text
+    assert directory.path(6).exists()
+
+
 @pytest.mark.parametrize("content", [b"", b"null", b'{"format": 1', b"\0" * 40, b'{"format": "\xff"}', b"[" * 100_000])
 def test_a_manifest_that_no_version_wrote_is_damaged(tmp_path: Path, content: bytes) -> None:
     (tmp_path / MANIFEST).write_bytes(content)

@@ -65,7 +65,8 @@ def test_records_are_held_out(tmp_path: Path, data: DataSpec) -> None:
     [
         ("{", r"a.jsonl:2: not JSON"),
         ('{"prompt": "a"}', r"a.jsonl:2: a record needs the texts"),
-        ('{"prompt": "a", "completion": ""}', r"a.jsonl:2: a record needs the texts"),
+        ('{"prompt": "a", "completion": ""}', r"a.jsonl:2: a record needs the texts .*; `completion` is empty"),
+        ('{"prompt": "a", "completion": ["b"]}', r"a.jsonl:2: a record needs the texts .*; `completion` is not a text"),
         ("[1]", r"a.jsonl:2: a record needs the texts"),
         (r'{"prompt": "a", "completion": "\ud800"}', r"a.jsonl:2: half a surrogate pair at character 0"),
         (json.dumps({"prompt": "x" * 13, "completion": "y"}), r"a.jsonl:2: the prompt's 13 tokens .* of 12"),

@@ -13,15 +13,22 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.training import ActivationCheckpointing, TrainingSpec
+from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.activations import layer_activations, saved_bytes
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.workload import TrainingJob
-from meshwright_worker.data.batch import Batch, TokenMetadata
+from meshwright.sequence_sharding import SequenceSharding
+from meshwright_worker.data.batch import Batch, TokenMetadata, separate_documents
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.dropout import TensorSlice, apply_dropout
 from meshwright_worker.models.init_weights import init_weights
+from meshwright_worker.parallel.context.context_parallel import (
+    ContextGroups,
+    context_slice,
+    install_context_attention,
+)
 from meshwright_worker.parallel.parallelize import apply_memory_options
 from meshwright_worker.parallel.tensor.cross_entropy import use_chunked_loss
 
@@ -143,3 +150,31 @@ def test_full_logits_never_exist_in_a_chunked_loss() -> None:
         largest.append(alive.largest)
     assert largest[0] == TOKENS * MODEL.vocab_size * 4
     assert largest[1] <= MODEL.vocab_size * MODEL.hidden_size * 4
+
+
+def a_micro_batch(length: int, *, packed: bool, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, BYTE_SEPARATOR, (ROWS, length + 1), generator=generator)
+    if not packed:
+        return Batch.of(tokens)
+    batch = separate_documents(Batch.of(tokens.masked_fill(tokens % 5 == 0, BYTE_SEPARATOR)), BYTE_SEPARATOR)
+    return context_slice(batch, SequenceSharding(), 0)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["other lengths", "other documents, one kernel"])
+def test_micro_batches_in_flight_are_recomputed_whichever_has_run_before(packed: bool) -> None:
+    """A pipeline runs the next ones forward before it runs one backward. Layers cached what they need of the last one,
+    so that `Selective` met operators that it had not seen, and the first step failed.
+    """
+    batches = [a_micro_batch(24 if packed else length, packed=packed, seed=length) for length in (24, 40, 32)]
+    gradients: dict[ActivationCheckpointing, dict[str, torch.Tensor]] = {}
+    for how in (HOW.NONE, HOW.SELECTIVE):
+        stage = stage_with(activation_checkpointing=how)
+        if packed:
+            install_context_attention(stage, SequenceSharding(), ContextGroups(None, None), varlen=True)
+        losses = [stage(batch.tokens, batch.targets, batch.token_metadata) for batch in batches]
+        for loss in losses:
+            loss.backward()
+        gradients[how] = {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+    for name, want in gradients[HOW.NONE].items():
+        torch.testing.assert_close(gradients[HOW.SELECTIVE][name], want)

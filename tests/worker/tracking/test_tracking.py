@@ -18,6 +18,7 @@ from meshwright_worker.rank.task import StepReport
 from meshwright_worker.tracking import tracked_events
 from meshwright_worker.tracking.json_lines import cut_after
 from meshwright_worker.tracking.records import LINES, Start, step_record
+from meshwright_worker.tracking.run_state import RunState
 from meshwright_worker.tracking.tracked_events import TrackedEvents, TrackingProcess
 from tests.patience import patient
 
@@ -149,6 +150,16 @@ def test_after_a_restart_no_step_is_there_twice(tmp_path: Path, spec: TrackingSp
     # The checkpoint is that of step 6: steps 7 and 8 are done again.
     assert track(start(tmp_path, spec, step=6, generation=2), range(7, 13)) == 0
     assert read(tmp_path) == pytest.approx({step: 10.0 / step for step in range(1, 13)})
+
+
+def test_the_runs_of_two_services_are_both_found_again(tmp_path: Path):
+    """Each stored what it had read at its start: W&B's next step removed the run of MLflow, which got another one."""
+    wandb, mlflow = RunState(str(tmp_path)), RunState(str(tmp_path))
+    wandb_id = wandb.run_id()
+    mlflow.put("mlflowRun", "theirs")
+    wandb.put("wandbStep", 3)
+    again = RunState(str(tmp_path))
+    assert (again.run_id(), again.get("mlflowRun"), again.get("wandbStep")) == (wandb_id, "theirs", 3)
 
 
 def test_starts_restarts_and_rescales_are_events(tmp_path: Path):

@@ -113,6 +113,14 @@ def test_a_text_too_short_names_the_longest_sequence(volume: Path) -> None:
     assert "`training.sequenceLength` may be at most 385" in refused(small_run(data=2, length=1024), volume)
 
 
+def test_held_out_documents_too_short_for_a_sample_are_not_taken_for_the_text(volume: Path) -> None:
+    (volume / "web" / "b.py").write_text("pass\n")
+    run = with_data(small_run(data=2, training={"evaluation": {"every_steps": 2}}), held_out=0.02)
+    said = refused(run, volume)
+    assert "`data.heldOut: 0.02` holds out 6 tokens, too few for one sample to evaluate on: use a larger share" in said
+    assert "`training.sequenceLength` of at most 5" in said
+
+
 def test_an_island_without_a_folder_of_its_own(volume: Path) -> None:
     (volume / "code").rename(volume / "island-0")
     run = small_run(data=2, outer={"method": "FedAvg", "every_steps": 1})

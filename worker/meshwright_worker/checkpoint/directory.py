@@ -203,6 +203,13 @@ class CheckpointDirectory:
             if _exists(hidden / MANIFEST) and not _exists(plain):
                 hidden.rename(plain)
         self._remove_hidden(_TEMPORARY, _RETIRED, _REPLACED)
+        for entry in self._entries():
+            # A checkpoint gets its plain name with its manifest, so that somebody has removed it, or copied the rest.
+            if _COMPLETE.fullmatch(entry.name) and not _exists(entry / MANIFEST):
+                log.warning(
+                    "%s has no %s, and does not count as a checkpoint: restore the file, or remove the directory",
+                    *(entry, MANIFEST),
+                )
 
     def quarantine(self, step: int) -> None:
         """Hide a damaged checkpoint. It stays on the disk until the next one is complete."""

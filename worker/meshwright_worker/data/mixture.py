@@ -124,6 +124,11 @@ class _CorpusOpener:
             return self._records(path)
         share, corpus = self.data.held_out, open_corpus(self.data, self.data_dir, path, self.progress)
         corpora: Sequence[Corpus] = split_held_out(corpus, share) if share else (corpus, corpus)
+        if self.evaluates and share and len(corpora[1]) <= self.sequence_length < len(corpora[0]):
+            raise CorpusError(
+                f"`data.heldOut: {share}` holds out {len(corpora[1])} tokens, too few for one sample to evaluate on: "
+                f"use a larger share, or a `training.sequenceLength` of at most {len(corpora[1]) - 1}"
+            )
         return [SampleStream(part, self.sequence_length, self.seed) for part in corpora[:count]]
 
     def _records(self, path: str | None) -> list[CorpusStream]:

@@ -169,11 +169,14 @@ def _pair(line: bytes, where: str, tokenizer: Tokenizer, length: int) -> Pair | 
 
 
 def _instead(record: Any) -> str:
-    """How to get the two texts from a record of another common form."""
+    """Why a record does not have the two texts, or how to get them from one of another common form."""
     if isinstance(record, list):
         return "; each line must be one JSON object"
     if isinstance(record, dict) and ("messages" in record or "conversations" in record):
         return "; write a conversation as them with the chat template of the model"
+    if isinstance(record, dict) and record.keys() >= {"prompt", "completion"}:
+        other = [key for key in ("prompt", "completion") if not isinstance(record[key], str)]
+        return f"; `{other[0]}` is not a text" if other else "; `completion` is empty"
     names = [f"`{name}`" for name in list(record)[:_MAX_NAMES]] if isinstance(record, dict) else []
     return f"; it has {', '.join(names)}" if names else ""
 

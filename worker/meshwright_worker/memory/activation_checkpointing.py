@@ -8,6 +8,7 @@ operator whose output the backward pass needs: with tensor parallelism (arXiv 19
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -35,30 +36,67 @@ _SAVED_OPS = (
 """
 
 
+Prepare = Callable[[torch.Tensor, TokenMetadata], None]
+
+
+def _prepare_nothing(x: torch.Tensor, token_metadata: TokenMetadata) -> None:
+    """A `Prepare` for layers that need nothing."""
+
+
 class CheckpointedLayers:
     """Runs a stage's layers in groups and saves only a group's input, and the outputs that the policy saves.
 
     Args:
         group: number of layers that are recomputed together.
         selective: whether the outputs of `_SAVED_OPS` are saved.
+        prepare: computes what the layers need of a micro-batch, see `DecoderStage.prepare_layers`.
     """
 
-    def __init__(self, group: int, *, selective: bool) -> None:
+    def __init__(self, group: int, *, selective: bool, prepare: Prepare = _prepare_nothing) -> None:
         self._group = group
-        self._contexts: dict[str, Any] = {}
-        if selective:
-            self._contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
+        self._selective = selective
+        self._prepare = prepare
 
     def __call__(self, layers: Sequence[Block], x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
         """See `run_in_order`."""
         if not torch.is_grad_enabled():
             return run_in_order(layers, x, token_metadata)
+        options: dict[str, Any] = {}
+        if self._selective:
+            # Without the hidden states, which may be offloaded.
+            prepare = partial(self._prepare, x.detach().new_empty(0), token_metadata)
+            options["context_fn"] = partial(_prepared_contexts, prepare)
         for first in range(0, len(layers), self._group):
             group = layers[first : first + self._group]
             x = checkpoint(
-                run_in_order, group, x, token_metadata, use_reentrant=False, preserve_rng_state=False, **self._contexts
+                run_in_order, group, x, token_metadata, use_reentrant=False, preserve_rng_state=False, **options
             )
         return x
+
+
+def _prepared_contexts(prepare: Callable[[], None]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of `Selective`, of which the second one prepares the layers before they run again.
+
+    Meanwhile other micro-batches may have run: layers that prepare themselves would run operators that they have not
+    run before, which is an error.
+    """
+    first, again = create_selective_checkpoint_contexts(_selective_policy)  # type: ignore[no-untyped-call]
+    return first, _Prepared(prepare, again)
+
+
+class _Prepared(AbstractContextManager[Any]):
+    """A context that calls `prepare` before it begins. It may be entered again."""
+
+    def __init__(self, prepare: Callable[[], None], context: AbstractContextManager[Any]) -> None:
+        self._prepare = prepare
+        self._context = context
+
+    def __enter__(self) -> Any:
+        self._prepare()
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
 
 
 def selective_checkpoint(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -94,7 +132,9 @@ def checkpoint_activations(stage: DecoderStage, mode: ActivationCheckpointing, e
     """Make a stage recompute its layers according to `training.activationCheckpointing`."""
     if mode is not ActivationCheckpointing.NONE:
         selective = mode is ActivationCheckpointing.SELECTIVE
-        stage.run_layers = CheckpointedLayers(group_size(mode, every, len(stage.layers)), selective=selective)
+        stage.run_layers = CheckpointedLayers(
+            group_size(mode, every, len(stage.layers)), selective=selective, prepare=stage.prepare_layers
+        )
 
 
 def _operators() -> frozenset[Callable[..., Any]]:

@@ -30,6 +30,9 @@ class AttentionCore(nn.Module):
         self.pads_values = False
         """Whether values are padded to the size of keys, see `needs_equal_head_sizes`."""
 
+    def prepare(self, token_metadata: TokenMetadata, device: torch.device) -> None:
+        """Compute what all layers need of a micro-batch, if they need anything, before the first one runs."""
+
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
     ) -> torch.Tensor:

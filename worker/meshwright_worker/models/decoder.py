@@ -121,9 +121,7 @@ class DecoderStage(nn.Module):
         token_metadata = token_metadata or TokenMetadata()
         if self.is_first:
             x = self._embed(x, token_metadata)
-        if self.rotary is not None and token_metadata.positions is None and token_metadata.token_indices is not None:
-            # Before the layers: compiled layers would include the table in their graph, and compile twice.
-            self.rotary.table(token_metadata.token_indices.shape[1], x)
+        self.prepare_layers(x, token_metadata)
         x = self.run_layers([*self.layers.values()], x, token_metadata)  # type: ignore[list-item]
         if not self.is_last:
             return x
@@ -137,6 +135,17 @@ class DecoderStage(nn.Module):
             return logits
         loss = self.loss(logits, targets)
         return loss
+
+    def prepare_layers(self, x: torch.Tensor, token_metadata: TokenMetadata) -> None:
+        """Compute what all layers need of a micro-batch, for hidden states in the format of `x` and on its device.
+
+        Before the layers: compiled layers would include the table in their graph, and compile twice. They also cache
+        only the last micro-batch's, so what they do themselves would depend on which one has run before.
+        """
+        if self.rotary is not None and token_metadata.positions is None and token_metadata.token_indices is not None:
+            self.rotary.table(token_metadata.token_indices.shape[1], x)
+        for layer in self.layers.values():
+            layer.attention.core.prepare(token_metadata, x.device)  # type: ignore[union-attr, operator]
 
     def _embed(self, tokens: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
         x: torch.Tensor = self.embedding(tokens).to(self.compute)

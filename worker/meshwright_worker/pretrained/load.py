@@ -33,6 +33,8 @@ _LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
 _COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Ends of the names of tensors that old files contain, and that are computed from `config.json`."""
 _ROTARY = {"rope_theta", "rope_scaling"}
+_HEAD = "lm_head.weight"
+_COMPARED_ROWS = 64
 _PART_BYTES = 64 * 1024 * 1024
 """The most bytes of a matrix that are read before progress is reported."""
 
@@ -82,11 +84,13 @@ def load_pretrained(
 
 
 def check_unused(model: Architecture, files: TensorFiles, directory: Path) -> None:
-    """Reject weights that have more in a layer than the model, such as biases: its outputs would differ from theirs.
+    """Reject weights that have more than the model, such as biases of a layer: its outputs would differ from theirs.
 
     Raises:
-        PretrainedError: a layer of the model has such a tensor. The message names it.
+        PretrainedError: a layer of the model has such a tensor, or its output projection is another matrix than its
+            embedding. The message names it.
     """
+    _check_tied(model, files, directory)
     unused = [name for name in files.names_except(published_tensors(model)) if not name.endswith(_COMPUTED)]
     in_layers = [name for name in unused if (found := _LAYER.match(name)) and int(found[1]) < model.layers]
     if in_layers:
@@ -97,6 +101,33 @@ def check_unused(model: Architecture, files: TensorFiles, directory: Path) -> No
         )
     if unused:
         log.info("%d tensors in %s are not used, such as %s", len(unused), directory, unused[0])
+
+
+def _check_tied(model: Architecture, files: TensorFiles, directory: Path) -> None:
+    """Reject an output projection of a model that uses its embedding for it, unless both are the same.
+
+    Files may have the embedding twice. A projection that was trained apart differs in most rows: some are compared,
+    unless rounding to another format has changed them.
+    """
+    if not model.tie_embeddings or not files.has(_HEAD):
+        return
+    embedding = parameter_sources(model)["embedding.weight"]
+    assert isinstance(embedding, TensorSource)
+    head, tied = files.find(_HEAD), files.find(embedding.tensor)
+    rows, width = tied.shape
+    same = head.shape == tied.shape and (
+        head.format != tied.format
+        or all(
+            torch.equal(head.numbers(row * width, width), tied.numbers(row * width, width))
+            for row in range(0, rows, max(1, rows // _COMPARED_ROWS))
+        )
+    )
+    if not same:
+        raise PretrainedError(
+            f"`training.initialWeights: {directory}` has a `{_HEAD}` that differs from its `{embedding.tensor}`, and "
+            "its `config.json` says that they are one (`tie_word_embeddings`): set that to false, and "
+            "`model.tieEmbeddings` too, or remove the tensor"
+        )
 
 
 @torch.no_grad()

@@ -16,11 +16,6 @@ class RunState:
 
     def __init__(self, directory: str) -> None:
         self._path = Path(directory) / NAME
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            content = {}
-        self._content: dict[str, Any] = content if isinstance(content, dict) else {}
 
     def run_id(self) -> str:
         """Return the id of the job's run, the same one at each start."""
@@ -28,12 +23,18 @@ class RunState:
 
     def get(self, name: str) -> Any:
         """Return a value, or None."""
-        return self._content.get(name)
+        return self._read().get(name)
 
     def put(self, name: str, value: Any) -> Any:
-        """Store a value, and return it. A reader never sees half of the file."""
-        self._content[name] = value
+        """Store a value next to those of other trackers, and return it. A reader never sees half of the file."""
         temporary = self._path.with_suffix(".writing")
-        temporary.write_text(json.dumps(self._content), encoding="utf-8")
+        temporary.write_text(json.dumps(self._read() | {name: value}), encoding="utf-8")
         os.replace(temporary, self._path)
         return value
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}

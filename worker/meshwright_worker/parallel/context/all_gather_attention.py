@@ -40,6 +40,10 @@ class AllGatherPlan:
         """Tokens of the longest slice: a collective moves the same number for every rank."""
         return max(size(part) for part in self.slices)
 
+    def prepare(self, device: torch.device) -> None:
+        """Compute what is cached for `gather` and `scatter_sum`."""
+        _order(tuple(self.slices), self.longest, device)
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, heads, own tokens, size] of each rank -> [batch, heads, tokens of the row, size], in row order."""
         if self.group is None:

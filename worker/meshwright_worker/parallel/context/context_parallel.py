@@ -151,6 +151,23 @@ class AllGatherAttentionCore(_UncompiledCore):
         self._varlen = varlen
         self._blocks = _BlockCache()
 
+    def prepare(self, token_metadata: TokenMetadata, device: torch.device) -> None:
+        """See `AttentionCore.prepare`."""
+        documents = token_metadata.row_documents
+        length = token_metadata.row_length or (None if documents is None else documents.shape[1])
+        if length is None:
+            return
+        slices = self._deal.slices(length)
+        if self._group is not None:
+            AllGatherPlan(self._group, slices, (), 1.0).prepare(device)
+        elif documents is None:
+            return
+        self._blocks.of(
+            slices[self._group.rank() if self._group else 0], [(range(length),)], token_metadata, causal=self.causal
+        )
+        if self._varlen and documents is not None:
+            self._blocks.calls(device)
+
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
     ) -> torch.Tensor:
@@ -187,6 +204,15 @@ class RingAttentionCore(_UncompiledCore):
         self._varlen = varlen
         self._blocks = _BlockCache()
 
+    def prepare(self, token_metadata: TokenMetadata, device: torch.device) -> None:
+        """See `AttentionCore.prepare`."""
+        if token_metadata.row_length is None:
+            return
+        slices = self._deal.ring(token_metadata.row_length)
+        self._blocks.of(slices[self._group.rank()], slices, token_metadata, causal=self.causal)
+        if self._varlen and token_metadata.row_documents is not None:
+            self._blocks.calls(device)
+
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
     ) -> torch.Tensor:
@@ -217,6 +243,10 @@ class UlyssesAttentionCore(_UncompiledCore):
         self.inner = inner
         self._deal = deal
         self._group = group
+
+    def prepare(self, token_metadata: TokenMetadata, device: torch.device) -> None:
+        """See `AttentionCore.prepare`."""
+        self.inner.prepare(token_metadata, device)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
