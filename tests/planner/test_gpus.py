@@ -53,6 +53,19 @@ def test_llama_8b_on_one_node_shards_over_its_replicas(batch: int, length: int) 
         assert other.estimate.seconds >= plan.estimate.seconds / 1.01
 
 
+def test_fewer_replicas_are_chosen_if_their_larger_micro_batches_are_faster() -> None:
+    # Of 1,200 sequences, each of 16 replicas would have 75, whose micro-batches run worse than those of 80.
+    training = {**LLAMA["training"], "globalBatchSize": 1200, "sequenceLength": 1024}
+    workers = {**LLAMA["workers"], "gpusPerWorker": 1}
+    job: dict[str, Any] = {"model": {"preset": "deepseek-v2-lite"}, "training": training, "workers": workers}
+    nodes = inventory(*racks(1, 64, 8, labels=PRODUCT))
+    plan = make_plan(llama(gpus=512, **job), nodes)
+    other = make_plan(llama(replicas=15, parallelism={"tensor": 2, "pipeline": 14}, **job), nodes)
+    assert plan.estimate is not None
+    assert other.estimate is not None
+    assert plan.estimate.seconds <= other.estimate.seconds * 1.01
+
+
 def test_reasons_are_in_the_order_of_decisions() -> None:
     reasons = make_plan(llama(gpus=64, model={"preset": "mixtral-8x7b"}), H100).reasons
     order = ["64 of `gpus: 64`", "DP ", "ZeRO-", "TP ", "PP ", "EP ", "memory: ", "time: "]

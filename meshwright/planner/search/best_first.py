@@ -30,6 +30,7 @@ from meshwright.planner.search.expand import (
     estimate_cost,
     fastest_update,
     job_savings,
+    least_recomputation,
     memory_savings,
     most_paired,
     preferred_strategies,
@@ -65,6 +66,8 @@ class _PartialLayout:
     bound: float
     order: int
     layout: Layout = field(compare=False)
+    recomputed: ActivationCheckpointing | None = field(default=None, compare=False)
+    """For a job: the least recomputation with which the layout's smallest micro-batches fit, once that is known."""
     micro_batch: int | None = field(default=None, compare=False)
     base: Strategy | None = field(default=None, compare=False)
     """Every decision except the memory savings."""
@@ -108,17 +111,17 @@ def _explore(request: SearchRequest) -> tuple[list[Layout], list[Candidate]]:
     only layouts with as many GPUs are filled in.
     """
     numbers = count()
-    queue = [_PartialLayout(bound, next(numbers), layout) for layout, bound in _bounded_layouts(request)]
-    all_layouts = [one.layout for one in queue]
+    queue = [_PartialLayout(bound, next(numbers), layout) for layout, bound in _with_bounds(request, layouts(request))]
+    all_layouts = {one.layout: None for one in queue}
     heapify(queue)
     found: list[Candidate] = []
     best = float("inf")
     while queue and queue[0].bound <= best * TIE_TOLERANCE:
         partial = heappop(queue)
-        if partial.micro_batch is None and not request.order_of_preference:
-            fewer = with_fewer_replicas(request, partial.layout)
-            for layout, bound in _with_bounds(request, [fewer] if fewer is not None else []):
-                all_layouts.append(layout)
+        if partial.micro_batch is None and partial.recomputed is None and not request.order_of_preference:
+            fewer = [one for one in with_fewer_replicas(request, partial.layout) if one not in all_layouts]
+            for layout, bound in _with_bounds(request, fewer):
+                all_layouts[layout] = None
                 heappush(queue, _PartialLayout(bound, next(numbers), layout))
         if request.order_of_preference and found and partial.layout.world_size != found[0].strategy.world_size:
             continue
@@ -128,9 +131,9 @@ def _explore(request: SearchRequest) -> tuple[list[Layout], list[Candidate]]:
                 found.append(Candidate(strategy, estimate_cost(request, strategy, memory), request.node))
                 best = min(best, found[-1].score(request.objective))
         else:
-            for bound, size, base in _filled_in(request, partial):
-                heappush(queue, _PartialLayout(bound, next(numbers), partial.layout, size, base))
-    return all_layouts, found
+            for bound, recomputed, size, base in _filled_in(request, partial):
+                heappush(queue, _PartialLayout(bound, next(numbers), partial.layout, recomputed, size, base))
+    return list(all_layouts), found
 
 
 def _fitting(request: SearchRequest, partial: _PartialLayout, longest: float) -> Iterator[tuple[Strategy, Memory]]:
@@ -142,45 +145,58 @@ def _fitting(request: SearchRequest, partial: _PartialLayout, longest: float) ->
     return preferred_strategies(request, partial.layout)
 
 
-def _filled_in(request: SearchRequest, partial: _PartialLayout) -> Iterator[tuple[float, int, Strategy | None]]:
-    """Yield (bound, micro-batch size, strategy without memory savings) with one decision more than `partial`."""
-    layout = partial.layout
+_Decisions = tuple[float, ActivationCheckpointing | None, int | None, Strategy | None]
+"""A new bound, and the fields of `_PartialLayout` after the layout."""
+
+
+def _filled_in(request: SearchRequest, partial: _PartialLayout) -> Iterator[_Decisions]:
+    """Yield the layout with one decision more than `partial`, except the memory savings."""
+    layout, recomputed = partial.layout, partial.recomputed
     if partial.micro_batch is not None:
         for base in base_strategies(request, layout, partial.micro_batch):
-            yield _strategy_bound(request, base), partial.micro_batch, base
+            yield _strategy_bound(request, base), recomputed, partial.micro_batch, base
         return
-    for size in micro_batch_sizes(request, layout):
-        if not can_fit(request, layout, size):
-            if request.job is not None:
+    sizes = micro_batch_sizes(request, layout)
+    if request.job is None:
+        for size in sizes:
+            if can_fit(request, layout, size):
+                yield max(partial.bound, _layout_bound(request, layout, size)), None, size, None
+    elif recomputed is None:
+        recomputed = least_recomputation(request, layout, sizes[0])
+        if recomputed is not None:
+            yield max(partial.bound, _layout_bound(request, layout, sizes[-1], recomputed)), recomputed, None, None
+    else:
+        for size in sizes:
+            recomputed = least_recomputation(request, layout, size, recomputed)
+            if recomputed is None:
                 return  # Larger micro-batches need more.
-        else:
-            yield max(partial.bound, _layout_bound(request, layout, size)), size, None
-
-
-def _bounded_layouts(request: SearchRequest) -> Iterator[tuple[Layout, float]]:
-    return _with_bounds(request, layouts(request))
+            yield max(partial.bound, _layout_bound(request, layout, size, recomputed)), recomputed, size, None
 
 
 def _with_bounds(request: SearchRequest, all_layouts: Iterable[Layout]) -> Iterator[tuple[Layout, float]]:
     for layout in all_layouts:
         if request.order_of_preference:
             yield layout, 0.0
-            continue
-        possible: Layout | None = layout
-        while possible is not None and not (sizes := micro_batch_sizes(request, possible)):
-            possible = with_fewer_replicas(request, possible)
-        if possible is not None:
-            yield possible, _layout_bound(request, possible, sizes[-1])
+        elif sizes := micro_batch_sizes(request, layout):
+            yield layout, _layout_bound(request, layout, sizes[-1])
 
 
-def _layout_bound(request: SearchRequest, layout: Layout, size: int) -> float:
-    """The lowest score of any strategy of a layout with micro-batches of up to `size` sequences."""
+def _layout_bound(
+    request: SearchRequest, layout: Layout, size: int, least_recomputed: ActivationCheckpointing | None = None
+) -> float:
+    """The lowest score of any strategy of a layout with micro-batches of up to `size` sequences.
+
+    Every one of them recomputes at least as much as `least_recomputed`.
+    """
     method = request.pins.context_method or (request.techniques.context or (ContextMethod.RING_ZIG_ZAG,))[0]
     several_methods = len(request.techniques.context) > 1 and layout.context > 1
     paired, stage = most_paired(request, layout), fastest_update(request, layout)
     least = float("inf")
     for chosen in stage_layouts(request, layout):
-        strategy = strategy_of(request, layout, size, context_method=method, zero_stage=stage, **chosen)
+        checkpointing = {"checkpointing": least_recomputed or ActivationCheckpointing.NONE}
+        strategy = strategy_of(
+            request, layout, size, context_method=method, zero_stage=stage, **chosen, **checkpointing
+        )
         time = time_of(request.work, strategy, request.required_machine, paired=paired)
         shown = time.total - time.bubble - time.data - time.pipeline - (time.context if several_methods else 0.0)
         least = min(least, shown)

@@ -295,6 +295,45 @@ def can_fit(request: SearchRequest, layout: Layout, size: int) -> bool:
     )
 
 
+def least_recomputation(
+    request: SearchRequest, layout: Layout, size: int, at_least: ActivationCheckpointing | None = None
+) -> ActivationCheckpointing | None:
+    """The least recomputation with which a job's layout can fit, in any of its strategies. None if it cannot.
+
+    It is `at_least` or more, if smaller micro-batches need that much.
+    """
+    check_deadline()
+    pins, schedule = request.pins, _least_memory_schedule(request)
+    options = _recomputations(request)
+    for option in options if at_least is None else options[options.index(at_least) :]:
+        for method in _context_methods(request, layout):
+            strategy = strategy_of(
+                request,
+                layout,
+                size,
+                schedule=schedule,
+                virtual_stages=pins.virtual_stages,
+                context_method=method,
+                zero_stage=_zero_stages(request, layout.shard_ranks)[-1],
+                checkpointing=option,
+            )
+            if memory_if_fits(request, strategy) is not None:
+                return option
+    return None
+
+
+def _recomputations(request: SearchRequest) -> tuple[ActivationCheckpointing, ...]:
+    pinned = request.pins.checkpointing
+    return request.techniques.checkpointing if pinned is None else (pinned,)
+
+
+def _least_memory_schedule(request: SearchRequest) -> PipelineSchedule:
+    """The pinned schedule, or the one that stores the fewest activations."""
+    schedules = request.techniques.schedules
+    default = PipelineSchedule.ONE_F_ONE_B
+    return request.pins.schedule or (default if default in schedules else schedules[0])
+
+
 def preferred_strategies(request: SearchRequest, layout: Layout) -> Iterator[tuple[Strategy, Memory]]:
     """Yield a layout's strategies that fit, with their memory, for a request with an order of preference.
 

@@ -24,7 +24,7 @@ def reasons(result: SearchResult) -> tuple[str, ...]:
     sentences = [
         _tensor(request, used, estimate),
         _pipeline(request, used, estimate),
-        _data(used, estimate),
+        _data(request, used, estimate),
         _context(request, used) or _sequence(used),
         _expert(request, used, estimate),
         _memory_saving(best),
@@ -104,11 +104,15 @@ def _pipeline(request: SearchRequest, used: Strategy, estimate: Estimate) -> str
     )
 
 
-def _data(used: Strategy, estimate: Estimate) -> str:
+def _data(request: SearchRequest, used: Strategy, estimate: Estimate) -> str:
+    degree = f"DP {used.data}"
+    why = "takes the rest of the GPUs" if used.data > 1 else "the replica takes all GPUs"
+    if request.gpus - used.world_size >= used.layout.replica_size:
+        batch = request.work.global_batch
+        why = f"no larger number of replicas that divides {batch} sequences makes a step shorter"
     if used.data == 1:
-        return "DP 1: the replica takes all GPUs"
-    part = _part(estimate.time.data, estimate)
-    return f"DP {used.data}: takes the rest of the GPUs; reducing gradients takes {part:.1%} of a step"
+        return f"{degree}: {why}"
+    return f"{degree}: {why}; reducing gradients takes {_part(estimate.time.data, estimate):.1%} of a step"
 
 
 def _context(request: SearchRequest, used: Strategy) -> str:

@@ -28,6 +28,8 @@ MAX_MICRO_BATCHES = largest_value("microBatches")
 MAX_MICRO_BATCH = 32
 MAX_EVERY_DEGREE = 256
 """Largest budget of GPUs for which every pipeline degree and every size of a micro-batch is tried. More take time."""
+MAX_EVERY_SIZE = 4096
+"""Largest budget of GPUs for which sizes of micro-batches other than powers of two are tried."""
 MICRO_BATCHES_PER_STAGE = 4
 """Target in order of preference: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
 
@@ -90,27 +92,43 @@ def _may_have_stages(request: SearchRequest, stage: int, pipeline: int) -> bool:
 
 
 def _with_replicas(request: SearchRequest, replica: Layout) -> Iterator[Layout]:
-    """Yield the layouts of a replica: with all numbers of replicas, or for each expert degree only with the most."""
-    every = request.objective in (Objective.GPUS, Objective.COST) or request.order_of_preference
-    found: set[int] = set()
-    for data in data_degrees(request, replica):
-        for expert in expert_degrees(request, request.work.model, replica.context * data):
-            if every or expert not in found:
-                found.add(expert)
-                yield Layout(replica.tensor, replica.pipeline, data, replica.context, expert)
+    """Yield the layouts of a replica: with all numbers of replicas, or for each expert degree only the first to try.
 
-
-def with_fewer_replicas(request: SearchRequest, layout: Layout) -> Layout | None:
-    """Return a layout with the next smaller number of replicas. None if there is none, or if all are listed anyway.
-
-    Fewer replicas take longer, but may be the only ones that a schedule, a micro-batch or memory allows.
+    Those are the most replicas, and fewer ones with larger micro-batches than any of the layouts before.
+    `with_fewer_replicas` has the others.
     """
-    every = request.objective in (Objective.GPUS, Objective.COST) or request.order_of_preference
-    if every or request.job is None or request.pins.data is not None:
-        return None
-    spread = (data for data in data_degrees(request, layout) if data * layout.context % layout.expert == 0)
-    fewer = next((data for data in spread if data < layout.data), None)
-    return None if fewer is None else replace(layout, data=fewer)
+    every, largest = _lists_all_replicas(request), dict[int, int]()
+    for data in data_degrees(request, replica):
+        size = _largest_micro_batch(request, replace(replica, data=data))
+        for expert in expert_degrees(request, request.work.model, replica.context * data):
+            if every or size > largest.get(expert, 0):
+                largest[expert] = size
+                yield replace(replica, data=data, expert=expert)
+
+
+def with_fewer_replicas(request: SearchRequest, layout: Layout) -> Iterator[Layout]:
+    """Yield layouts with fewer replicas, down to one with micro-batches that are as large. None if all are listed.
+
+    Of layouts with micro-batches of at most the same size, those with fewer replicas take longer. But they may be the
+    only ones that a schedule, a micro-batch or memory allows.
+    """
+    if _lists_all_replicas(request) or request.job is None or request.pins.data is not None:
+        return
+    size = _largest_micro_batch(request, layout)
+    for data in data_degrees(request, layout):
+        if data < layout.data and data * layout.context % layout.expert == 0:
+            fewer = replace(layout, data=data)
+            yield fewer
+            if _largest_micro_batch(request, fewer) >= size:
+                return
+
+
+def _lists_all_replicas(request: SearchRequest) -> bool:
+    return request.objective in (Objective.GPUS, Objective.COST) or request.order_of_preference
+
+
+def _largest_micro_batch(request: SearchRequest, layout: Layout) -> int:
+    return max(micro_batch_sizes(request, layout), default=0)
 
 
 def tensor_degrees(request: SearchRequest) -> list[int]:
@@ -197,8 +215,9 @@ def micro_batch_sizes(request: SearchRequest, layout: Layout, schedule: Pipeline
     """Return numbers of sequences of a micro-batch, ascending: the pinned one, or divisors of a replica's batch.
 
     There is at least one micro-batch for each stage, and without a machine, which could estimate the bubble, at least
-    `MICRO_BATCHES_PER_STAGE`. If the batch is too small, micro-batches are as small as possible. Without a job, and for
-    more than `MAX_EVERY_DEGREE` GPUs, only powers of two up to `MAX_MICRO_BATCH` are tried.
+    `MICRO_BATCHES_PER_STAGE`. If the batch is too small, micro-batches are as small as possible. For more than
+    `MAX_EVERY_DEGREE` GPUs only sizes up to `MAX_MICRO_BATCH` are tried. Without a job, and for more than
+    `MAX_EVERY_SIZE` GPUs, only powers of two of these.
 
     Args:
         request: the search.
@@ -213,7 +232,8 @@ def micro_batch_sizes(request: SearchRequest, layout: Layout, schedule: Pipeline
     else:
         sizes = divisors(replica_batch)
         if request.job is None or (not request.order_of_preference and request.gpus > MAX_EVERY_DEGREE):
-            sizes = [size for size in sizes if size <= MAX_MICRO_BATCH and size & (size - 1) == 0]
+            powers_only = request.job is None or request.gpus > MAX_EVERY_SIZE
+            sizes = [one for one in sizes if one <= MAX_MICRO_BATCH and (not powers_only or one & (one - 1) == 0)]
     if schedule is not None:
         accepts = kind_of(schedule).accepts
         counts = [(size, replica_batch // size) for size in sizes]
