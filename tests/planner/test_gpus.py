@@ -53,14 +53,24 @@ def test_llama_8b_on_one_node_shards_over_its_replicas(batch: int, length: int) 
         assert other.estimate.seconds >= plan.estimate.seconds / 1.01
 
 
-def test_fewer_replicas_are_chosen_if_their_larger_micro_batches_are_faster() -> None:
-    # Of 1,200 sequences, each of 16 replicas would have 75, whose micro-batches run worse than those of 80.
-    training = {**LLAMA["training"], "globalBatchSize": 1200, "sequenceLength": 1024}
+@pytest.mark.parametrize(
+    ("gpus", "model", "batch", "replicas", "tensor", "pipeline"),
+    [
+        # Each of 16 replicas would have 75 sequences, whose micro-batches run worse than those of 80.
+        pytest.param(512, "deepseek-v2-lite", 1200, 15, 2, 14, id="fewer replicas have larger micro-batches"),
+        # 9 divides neither the 32 layers nor 33 or 34.
+        pytest.param(1024, "llama-3.1-8b", 500, 25, 4, 9, id="stages of different sizes"),
+    ],
+)
+def test_a_budget_is_planned_as_well_as_with_stated_degrees(
+    gpus: int, model: str, batch: int, replicas: int, tensor: int, pipeline: int
+) -> None:
+    training = {**LLAMA["training"], "globalBatchSize": batch, "sequenceLength": 1024}
     workers = {**LLAMA["workers"], "gpusPerWorker": 1}
-    job: dict[str, Any] = {"model": {"preset": "deepseek-v2-lite"}, "training": training, "workers": workers}
-    nodes = inventory(*racks(1, 64, 8, labels=PRODUCT))
-    plan = make_plan(llama(gpus=512, **job), nodes)
-    other = make_plan(llama(replicas=15, parallelism={"tensor": 2, "pipeline": 14}, **job), nodes)
+    job: dict[str, Any] = {"model": {"preset": model}, "training": training, "workers": workers}
+    nodes = inventory(*racks(1, gpus // 8, 8, labels=PRODUCT))
+    plan = make_plan(llama(gpus=gpus, **job), nodes)
+    other = make_plan(llama(replicas=replicas, parallelism={"tensor": tensor, "pipeline": pipeline}, **job), nodes)
     assert plan.estimate is not None
     assert other.estimate is not None
     assert plan.estimate.seconds <= other.estimate.seconds * 1.01

@@ -29,7 +29,12 @@ MAX_MICRO_BATCH = 32
 MAX_EVERY_DEGREE = 256
 """Largest budget of GPUs for which every pipeline degree and every size of a micro-batch is tried. More take time."""
 MAX_EVERY_SIZE = 4096
-"""Largest budget of GPUs for which sizes of micro-batches other than powers of two are tried."""
+"""Largest budget of GPUs for which other sizes of micro-batches than powers of two are tried."""
+MAX_EVERY_PIPELINE = 16
+"""Up to this pipeline degree every one is tried for a dense model and a budget of at most `MAX_EVERY_SIZE` GPUs.
+
+With a mixture each degree has several expert degrees, which take more time.
+"""
 MICRO_BATCHES_PER_STAGE = 4
 """Target in order of preference: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
 
@@ -175,7 +180,7 @@ def pipeline_degrees(request: SearchRequest) -> list[int]:
     """Return the divisors of the layers (embedding and output count as zero, one or two), and powers of two.
 
     For the replicas of a job, or at most `MAX_EVERY_DEGREE` GPUs, return every degree with which each stage has a
-    layer.
+    layer. For dense models and at most `MAX_EVERY_SIZE` GPUs, also those up to `MAX_EVERY_PIPELINE`.
     """
     if request.pins.pipeline is not None:
         return [request.pins.pipeline]
@@ -187,6 +192,8 @@ def pipeline_degrees(request: SearchRequest) -> list[int]:
         return [p for p in range(1, max_degree + 1) if p * stages_per_rank(job.parallelism, p) <= layers]
     degrees_to_try = {*divisors(layers), *divisors(layers + 1), *divisors(layers + 2)}
     degrees_to_try.update(1 << power for power in range(max_degree.bit_length()))
+    if job is not None and request.gpus <= MAX_EVERY_SIZE and request.work.model.mixture is None:
+        degrees_to_try.update(range(1, MAX_EVERY_PIPELINE + 1))
     if not request.techniques.uneven_split and layers <= 64 and job is None:
         degrees_to_try.update(range(1, layers + 1))
     chunks = stages_per_rank(job.parallelism, 2) if job is not None else 1
