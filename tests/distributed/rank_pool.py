@@ -138,9 +138,9 @@ class RankPool:
             keeps_meshes(function),
             [str(directory) if directory else None for directory in (checkpoint_dir, data_dir)],
         )
+        self._start_up_to(run.layout.world_size)
+        # After the ranks have started, which can take seconds: meanwhile another process could take the port.
         tasks = tasks_of(run, *directories, port=self._port(run, keeps=keeps))
-        while len(self._ranks) < len(tasks):
-            self._start()
         for task, (_, connection) in zip(tasks, self._ranks, strict=False):
             connection.send((function, (task, *arguments)))
         answers = []
@@ -177,6 +177,16 @@ class RankPool:
             process.join()
             connection.close()
             self._ranks.remove((process, connection))
+
+    def _start_up_to(self, count: int) -> None:
+        """Start the ranks that are missing, and wait until they answer."""
+        before = len(self._ranks)
+        while len(self._ranks) < count:
+            self._start()
+        for _, connection in self._ranks[before:]:
+            connection.send((leave, ()))
+        for _, connection in self._ranks[before:]:
+            _answer(connection, patient(self._timeout))
 
     def _start(self) -> None:
         ours, theirs = self.context.Pipe()
