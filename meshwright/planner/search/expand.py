@@ -179,9 +179,9 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
     to save. Two are tried nevertheless: ZeRO-1, which also makes the optimizer step shorter, and without a pipeline
     ZeRO-3, which overlaps its traffic with the entire step.
     """
-    pins, techniques = request.pins, request.techniques
+    techniques = request.techniques
     stages = _zero_stages(request, base.shard_ranks)
-    recompute = (pins.checkpointing,) if pins.checkpointing is not None else techniques.checkpointing
+    recompute = request.recomputations
     fitted, whole = False, False
     for zero in stages:
         if whole and zero != 1 and (zero < 3 or base.pipeline > 1):
@@ -218,8 +218,8 @@ def job_savings(request: SearchRequest, base: Strategy, longest: float) -> Itera
     The highest stage needs the least memory, so no other one fits with less recomputation. If that alone makes the step
     longer than `longest` seconds, nothing is yielded.
     """
-    pins, stages = request.pins, _zero_stages(request, base.shard_ranks)
-    options = (pins.checkpointing,) if pins.checkpointing is not None else request.techniques.checkpointing
+    stages = _zero_stages(request, base.shard_ranks)
+    options = request.recomputations
     most_saved = replace(base, zero_stage=stages[-1])
     options = tuple(_from_first_that_fits(request, most_saved, options))
     if not options or _exceeds(request, replace(most_saved, checkpointing=options[0]), longest):
@@ -303,16 +303,15 @@ def least_recomputation(
     It is `at_least` or more, if smaller micro-batches need that much.
     """
     check_deadline()
-    pins, schedule = request.pins, _least_memory_schedule(request)
-    options = _recomputations(request)
+    options = request.recomputations
     for option in options if at_least is None else options[options.index(at_least) :]:
         for method in _context_methods(request, layout):
             strategy = strategy_of(
                 request,
                 layout,
                 size,
-                schedule=schedule,
-                virtual_stages=pins.virtual_stages,
+                schedule=request.least_memory_schedule,
+                virtual_stages=request.pins.virtual_stages,
                 context_method=method,
                 zero_stage=_zero_stages(request, layout.shard_ranks)[-1],
                 checkpointing=option,
@@ -320,18 +319,6 @@ def least_recomputation(
             if memory_if_fits(request, strategy) is not None:
                 return option
     return None
-
-
-def _recomputations(request: SearchRequest) -> tuple[ActivationCheckpointing, ...]:
-    pinned = request.pins.checkpointing
-    return request.techniques.checkpointing if pinned is None else (pinned,)
-
-
-def _least_memory_schedule(request: SearchRequest) -> PipelineSchedule:
-    """The pinned schedule, or the one that stores the fewest activations."""
-    schedules = request.techniques.schedules
-    default = PipelineSchedule.ONE_F_ONE_B
-    return request.pins.schedule or (default if default in schedules else schedules[0])
 
 
 def preferred_strategies(request: SearchRequest, layout: Layout) -> Iterator[tuple[Strategy, Memory]]:
@@ -453,11 +440,8 @@ def least_memory_strategies(request: SearchRequest, layout: Layout, size: int | 
             return
         size = sizes[0]
     pins, techniques = request.pins, request.techniques
-    default_schedule, offload = PipelineSchedule.ONE_F_ONE_B, request.fixed.optimizer_offload
-    schedule = pins.schedule or (
-        default_schedule if default_schedule in techniques.schedules else techniques.schedules[0]
-    )
-    recompute = (pins.checkpointing,) if pins.checkpointing is not None else techniques.checkpointing[-2:]
+    schedule, offload = request.least_memory_schedule, request.fixed.optimizer_offload
+    recompute = request.recomputations[-2:]
     if request.job is not None:
         for method in _context_methods(request, layout):
             options = {"schedule": schedule, "virtual_stages": pins.virtual_stages, "context_method": method}

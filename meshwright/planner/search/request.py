@@ -172,6 +172,18 @@ class SearchRequest:
         return self.job
 
     @property
+    def recomputations(self) -> tuple[ActivationCheckpointing, ...]:
+        """The recomputations to choose from, in the order of their cost."""
+        pinned = self.pins.checkpointing
+        return self.techniques.checkpointing if pinned is None else (pinned,)
+
+    @property
+    def least_memory_schedule(self) -> PipelineSchedule:
+        """The pinned schedule, or the one that stores the fewest activations."""
+        schedules, default = self.techniques.schedules, PipelineSchedule.ONE_F_ONE_B
+        return self.pins.schedule or (default if default in schedules else schedules[0])
+
+    @property
     def runtime(self) -> Framework:
         """The framework whose memory is estimated."""
         if self.job is not None:

@@ -66,7 +66,7 @@ def request_tiers(request: SearchRequest) -> Iterator[list[SearchRequest]]:
             yield [replace(request, pipelines_in_domain=True)]
         return
     pins = request.pins
-    options = (pins.checkpointing,) if pins.checkpointing is not None else request.techniques.checkpointing
+    options = request.recomputations
     for context in context_degrees(request, tensor=1):
         yield [replace(request, pins=replace(pins, context=context, checkpointing=option)) for option in options]
 

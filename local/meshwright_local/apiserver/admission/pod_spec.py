@@ -21,7 +21,7 @@ from meshwright_local.apiserver.status_errors import (
 from meshwright_local.kube import quantities
 
 _STANDARD = ("cpu", "memory", "ephemeral-storage")
-_OVERCOMMIT = "hugepages-"
+_HUGE_PAGES = "hugepages-"
 _VOLUME_NAMES = {"configMap": "name", "secret": "secretName", "persistentVolumeClaim": "claimName", "hostPath": "path"}
 _NAMES = {"hostname": "label", "subdomain": "label", "nodeName": "subdomain", "serviceAccountName": "subdomain"}
 _HANDLERS = ("exec", "httpGet", "tcpSocket", "grpc")
@@ -88,7 +88,7 @@ def resource_causes(resources: KubeObject, path: str) -> Iterator[Cause]:
     for kind, amounts in (("limits", limits), ("requests", requests)):
         for name, amount in amounts.items():
             value = quantities.parse(amount)[0]
-            if "/" not in name and name not in _STANDARD and not name.startswith(_OVERCOMMIT):
+            if "/" not in name and name not in _STANDARD and not name.startswith(_HUGE_PAGES):
                 text = "must be a standard resource for containers"
                 yield invalid_value(f"{path}.{kind}[{name}]", name, text)
             elif value < 0:
