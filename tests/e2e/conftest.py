@@ -7,7 +7,7 @@ process. Tests speak to them through the API server and look at processes, files
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_cli.child_processes import Programs
 from meshwright_cli.demo import setup
@@ -65,12 +66,28 @@ async def existing_cluster() -> Path:
     return path
 
 
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Leave on the test whether it failed, for `tidy`."""
+    report = yield
+    if report.when == "call":
+        item.stash[FAILED] = report.failed
+    return report
+
+
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
-async def tidy(stage: Stage) -> AsyncIterator[None]:
-    """A test that failed must not hold GPUs that the next one needs."""
+async def tidy(stage: Stage, request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """A test that failed must not hold GPUs that the next one needs. It leaves the story of its jobs."""
     yield
+    failed = request.node.stash.get(FAILED, False)
     for job in (await stage.client.list(JOBS, NAMESPACE)).items:
-        await stage.delete(job["metadata"]["name"])
+        name = job["metadata"]["name"]
+        if failed:
+            print(f"=== {name}\n{await stage.story(name, parse_status(job))}")
+        await stage.delete(name)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from meshwright_cli.demo import setup
 from meshwright_cli.demo.observer import gauge
 from meshwright_local.kube.client import ApiClient, ApiError
 from meshwright_local.kube.kubeconfig import write_kubeconfig
-from meshwright_local.kube.resources import JOBS, PODS
+from meshwright_local.kube.resources import EVENTS, JOBS, PODS
 from tests.operator import role_rules
 from tests.patience import patient
 from tests.reserved_ports import reserved_ports
@@ -169,13 +169,19 @@ class Stage:
 
     async def story(self, name: str, status: ParallelTrainingJobStatus) -> str:
         """What a person would want to see of a job that went wrong."""
-        parts = [json.dumps(status.wire(), indent=1), "--- operator", self.operator.tail(25)]
+        events = (await self.client.list(EVENTS, NAMESPACE)).items
+        events = [event for event in events if event["involvedObject"].get("name") == name]
+        told = [
+            f"{event.get('lastTimestamp')} {event['reason']}: {event.get('message')}"
+            for event in sorted(events, key=lambda event: str(event.get("lastTimestamp")))
+        ]
+        parts = [json.dumps(status.wire(), indent=1), "--- events", *told, "--- operator", self.operator.tail(25)]
         for pod in await self.pods(name):
             try:
                 text = await self.log(pod["metadata"]["name"])
             except (ApiError, aiohttp.ClientError) as error:  # a story is told with what there is
                 text = repr(error)
-            parts += [f"--- {pod['metadata']['name']} {pod['status'].get('phase')}", *text.splitlines()[-15:]]
+            parts += [f"--- {pod['metadata']['name']} {pod['status'].get('phase')}", *text.splitlines()[-60:]]
         return "\n".join(parts)
 
     async def log(self, pod: str) -> str:
