@@ -15,10 +15,12 @@ from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.storage_cases import train_on_failing_store
 from tests.worker.checkpoint.fault_proxy import FaultProxy
-from tests.worker.checkpoint.test_s3 import server
+from tests.worker.checkpoint.s3_server import server
 
 __all__ = ["server"]
 
+pytest.importorskip("s3fs", reason="pip install s3fs 'moto[server]'")
+pytest.importorskip("moto.server", reason="pip install s3fs 'moto[server]'")
 pytestmark = pytest.mark.long
 URI = "s3://checkpoints/faults"
 

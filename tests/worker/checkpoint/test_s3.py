@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,14 +18,14 @@ from meshwright_worker.checkpoint.other_run import checkpoint_of_other_run
 from meshwright_worker.checkpoint.retry import RetryPolicy
 from meshwright_worker.checkpoint.store import open_store
 from meshwright_worker.distributed.mesh import Mesh
-from tests.distributed.rank_pool import free_port
 from tests.worker.checkpoint.dying_writer import count_connections, save_and_die
 from tests.worker.checkpoint.fault_proxy import KINDS, FaultProxy
+from tests.worker.checkpoint.s3_server import server
 from tests.worker.checkpoint.saving import save_alone
 from tests.worker.checkpoint.test_checkpoint_files import manifest_at
 from tests.worker.checkpoint.test_killed_saves import mesh
 
-__all__ = ["mesh"]
+__all__ = ["mesh", "server"]
 
 pytest.importorskip("s3fs", reason="pip install s3fs 'moto[server]'")
 pytest.importorskip("moto.server", reason="pip install s3fs 'moto[server]'")
@@ -39,26 +33,6 @@ pytestmark = pytest.mark.long
 
 URI = "s3://checkpoints/team/run"
 TENSORS = {"weight": torch.arange(4_000_000.0).reshape(2000, 2000), "step": torch.tensor(7)}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The address of the server, which has the bucket `checkpoints`."""
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            with contextlib.suppress(OSError):
-                request = urllib.request.Request(f"{url}/checkpoints", method="PUT")
-                urllib.request.urlopen(request, timeout=30).close()
-                break
-            time.sleep(0.1)
-        yield url
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(autouse=True)
