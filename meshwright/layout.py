@@ -77,6 +77,11 @@ class Layout:
         """The rank at these coordinates: the inverse of `coordinates`."""
         return ((data * self.pipeline + pipeline) * self.context + context) * self.tensor + tensor
 
+    def rank_by_stage(self, rank: int) -> int:
+        """The number of `rank` for frameworks in whose order stages are outermost, and replicas come next."""
+        data, pipeline, context, tensor = self.coordinates(rank)
+        return ((pipeline * self.data + data) * self.context + context) * self.tensor + tensor
+
     def tensor_groups(self) -> list[list[int]]:
         """Every tensor-parallel group, as lists of ranks: the ones that must share an NVLink domain."""
         return self._groups("tensor")

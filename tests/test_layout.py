@@ -69,6 +69,16 @@ def test_a_rank_outside_the_world_is_rejected(rank: int) -> None:
         Layout(2, 2, 2).coordinates(rank)
 
 
+def test_numbers_by_stage_are_those_of_a_mesh_with_the_stages_first() -> None:
+    layout = Layout(tensor=2, pipeline=3, data=2, context=2)
+    numbers = [layout.rank_by_stage(rank) for rank in range(layout.world_size)]
+    order = [(p, d, c, t) for p in range(3) for d in range(2) for c in range(2) for t in range(2)]
+    for rank, number in enumerate(numbers):
+        data, pipeline, context, tensor = layout.coordinates(rank)
+        assert order[number] == (pipeline, data, context, tensor)
+    assert (numbers[0], numbers[-1]) == (0, layout.world_size - 1)
+
+
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "data"])
 def test_a_degree_below_one_is_rejected(name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):

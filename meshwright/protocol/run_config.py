@@ -136,6 +136,9 @@ class CommandRun(Run):
     """How step and loss are found in the command's log. Agents before 0.2 ignore it."""
     replica_group_ranks: int | None = None
     """Ranks of each replica group, if these are worlds of their own (`runtime.framework: TorchFT`)."""
+    stages_outermost: bool | None = None
+    """Whether the framework of the command takes `RANK` for a number in which the pipeline stage comes first and the
+    replica second (`runtime.framework: TorchTitan` and `DeepSpeed`). None is no. Agents before 0.2 ignore it."""
 
 
 class UnsupportedRun(CommandRun):

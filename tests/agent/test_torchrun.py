@@ -40,6 +40,23 @@ ADDED = {"NODE_RANK", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
 """What we set in addition, apart from our own variables."""
 
 
+def test_a_framework_that_numbers_stages_first_gets_ranks_with_the_coordinates_of_the_mesh() -> None:
+    degrees = {"tensor": 2, "pipeline": 2, "data_parallel": 2, "stages_outermost": True}
+    run = command_run(["x"]).model_copy(update=degrees)
+    hellos = [
+        MeshRequest(worker=worker, incarnation=0, pod_uid="uid", address=f"10.0.0.{worker}", store_port=21000)
+        for worker in range(2)
+    ]
+    document = mesh(1, run, hellos, 4)
+    found = [rank_environment(document, document.members[rank // 4], rank, settings()) for rank in range(8)]
+    assert [int(one["RANK"]) for one in found] == [0, 1, 4, 5, 2, 3, 6, 7]
+    for one in found:
+        assert one["ROLE_RANK"] == one["RANK"]
+        stage, replica = divmod(int(one["RANK"]) // 2, 2)
+        assert (one[labels.ENV_PIPELINE_RANK], one[labels.ENV_DATA_RANK]) == (str(stage), str(replica))
+    assert [one["LOCAL_RANK"] for one in found] == [*"01230123"]
+
+
 @pytest.mark.long
 def test_ranks_have_the_variables_that_torchrun_sets(tmp_path: Path) -> None:
     nodes, each, restarts, run_id = 2, 2, 3, settings().uid

@@ -158,4 +158,5 @@ DEEPSPEED = Target(
     | OPTIMIZER_FIELDS
     | {"training.precision", "training.optimizer.offload", "training.optimizer.offloadPath"}
     | {"training.parameterOffload", "training.activationCheckpointing", "training.checkpointEvery"},
+    stages_outermost=True,
 )

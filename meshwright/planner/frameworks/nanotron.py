@@ -190,4 +190,5 @@ NANOTRON = Target(
     | OPTIMIZER_FIELDS
     | CHECKPOINT_FIELDS
     | {"training.precision", "training.seed", "training.activationCheckpointing"},
+    stages_outermost=True,
 )

@@ -79,7 +79,15 @@ def launch_of(spec: ParallelTrainingJobSpec, architecture: Architecture, strateg
         raise ValueError("`training` is required")
     launch = target.launch(FrameworkRun(spec, spec.training, architecture, strategy))
     missing = fields_without_equivalent(spec, target.handled)
-    return replace(launch, notes=(*(f"no equivalent: spec.{path}" for path in missing), *launch.notes))
+    notes = (*(f"no equivalent: spec.{path}" for path in missing), *launch.notes)
+    return replace(launch, notes=(*notes, _order_note(target)) if target.renumbers(strategy) else notes)
+
+
+def _order_note(target: Target) -> str:
+    return (
+        f"{target.name} numbers ranks by stage first, then by replica; the plan has them by replica first, and places "
+        "the stages of a replica next to each other"
+    )
 
 
 def with_flags(
@@ -93,4 +101,5 @@ def with_flags(
     launch = launch_of(spec, architecture, strategy, target)
     variables = [f"{name}={value}" for name, value in launch.environment.items()]
     prefix = ["env", *variables] if variables else []
-    return run.model_copy(update={"command": [*prefix, *run.command, *launch.flags]})
+    changes = {"command": [*prefix, *run.command, *launch.flags], "stages_outermost": target.renumbers(strategy) or None}
+    return run.model_copy(update=changes)

@@ -75,6 +75,12 @@ class Target:
     launch: Callable[[FrameworkRun], Launch]
     handled: frozenset[str]
     """Fields of the job that `launch` writes; notes name the others that the job sets."""
+    stages_outermost: bool = False
+    """Whether the framework numbers ranks by pipeline stage first and replica second. The mesh has replicas first."""
+
+    def renumbers(self, strategy: Strategy) -> bool:
+        """Whether its ranks have other numbers than those of the mesh."""
+        return self.stages_outermost and strategy.pipeline > 1 and strategy.data > 1
 
     def runs(self, work: Workload, strategy: Strategy) -> bool:
         """Whether the framework can run a strategy."""

@@ -191,4 +191,5 @@ TORCHTITAN = Target(
     | CHECKPOINT_FIELDS
     | {"training.precision", "training.seed", "training.compile", "training.activationCheckpointing"}
     | {"checkpoint.keep"},
+    stages_outermost=True,
 )

@@ -152,6 +152,26 @@ def test_a_job_of_a_framework_is_planned_with_its_account_and_its_command_gets_t
     assert "--mock-data" not in words, "the data is named in the command"
 
 
+@pytest.mark.parametrize(
+    ("framework", "degrees", "differs"),
+    [
+        ("TorchTitan", {"tensor": 2, "pipeline": 2}, True),
+        ("TorchTitan", {"tensor": 2, "pipeline": 1}, None),
+        ("DeepSpeed", {"tensor": 1, "pipeline": 2}, True),
+        ("MegatronLM", {"tensor": 2, "pipeline": 2}, None),
+    ],
+)
+def test_ranks_get_the_numbers_of_the_framework(framework: str, degrees: dict[str, int], differs: bool | None) -> None:
+    spec = parse_spec(framework_job(framework, ["python", "train.py"], degrees, replicas=4))
+    run = make_plans(spec, cluster(), max_plans=1)[0].run_config(spec)
+    assert isinstance(run, CommandRun)
+    assert run.stages_outermost is differs
+    target = target_of(spec)
+    assert target is not None
+    _, launch = launched(target.name, job("llama-3.1-8b", degrees, replicas=4))
+    assert any("numbers ranks by stage first" in note for note in launch.notes) == bool(differs)
+
+
 def test_deepspeed_gets_its_configuration_in_the_command() -> None:
     spec = parse_spec(framework_job("DeepSpeed", ["python", "train.py"], {"zeroStage": 3}, replicas=8))
     run = make_plans(spec, cluster(), max_plans=1)[0].run_config(spec)

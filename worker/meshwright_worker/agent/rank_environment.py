@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshwright.api import labels
 from meshwright.layout import Layout
 from meshwright.protocol.messages import MeshDocument, MeshMember, ReplicaGroup, ReplicaGroups
-from meshwright.protocol.run_config import NativeRun, Run
+from meshwright.protocol.run_config import CommandRun, NativeRun, Run
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.rank.task import RankTask
 
@@ -37,15 +37,16 @@ def _torchrun_variables(document: MeshDocument, member: MeshMember, rank: int, r
     """The variables that torchrun sets for a process, with their meaning there."""
     world = _world(document, rank)
     pod = world.members.index(member)
+    number = _number(document, rank) - world.first_rank
     numbers = {
-        "RANK": rank - world.first_rank,
+        "RANK": number,
         "WORLD_SIZE": world.size,
         "LOCAL_RANK": rank - member.first_rank,
         "LOCAL_WORLD_SIZE": member.ranks,
         "GROUP_RANK": pod,
         "NODE_RANK": pod,
         "GROUP_WORLD_SIZE": len(world.members),
-        "ROLE_RANK": rank - world.first_rank,
+        "ROLE_RANK": number,
         "ROLE_WORLD_SIZE": world.size,
         "MASTER_PORT": world.port,
         "TORCHELASTIC_RESTART_COUNT": document.generation - 1,
@@ -61,6 +62,13 @@ def _torchrun_variables(document: MeshDocument, member: MeshMember, rank: int, r
         # Without it torch reuses a store across restarts and reads the previous generation's keys.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+
+
+def _number(document: MeshDocument, rank: int) -> int:
+    """The number that the command's framework expects for a rank, so that the rank gets its coordinates there too."""
+    run = document.run
+    by_stage = isinstance(run, CommandRun) and run.stages_outermost
+    return _layout(run, document.world_size).rank_by_stage(rank) if by_stage else rank
 
 
 def _mesh_variables(layout: Layout, rank: int) -> dict[str, str]:
