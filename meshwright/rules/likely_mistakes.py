@@ -5,7 +5,7 @@ Each of them works, and stored jobs may have it, so no rule rejects it. A rule o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec, Packing, Tokenizer
@@ -15,6 +15,7 @@ from meshwright.api.training import ActivationCheckpointing, OptimizerName, Opti
 from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.reader import parse_config
 from meshwright.models.presets import UnknownModelError, resolve
+from meshwright.rules.command_degrees import MEGATRON_ORDER, option_words, stated_degrees
 from meshwright.rules.facts import Facts
 from meshwright.rules.launchers import launcher_of
 from meshwright.rules.rule import Rule
@@ -183,7 +184,23 @@ _LIKELY_MISTAKES: tuple[Rule[Facts], ...] = (
 
 def likely_mistakes(facts: Facts) -> list[Problem]:
     """What is probably not meant in a run or a valid spec. The fields are not wrong."""
-    return [Problem(rule.field, rule.message) for rule in _LIKELY_MISTAKES if not rule.holds(facts)]
+    found = [Problem(rule.field, rule.message) for rule in _LIKELY_MISTAKES if not rule.holds(facts)]
+    return [*found, *_degrees_of_the_command_alone(facts)]
+
+
+def _degrees_of_the_command_alone(facts: Facts) -> Iterator[Problem]:
+    """Degrees that only the command has. The stages of a pipeline are no neighbors in the order of most frameworks."""
+    command, framework = facts.runtime.command, facts.runtime.framework
+    if command is None or framework is not None:
+        return
+    for name, degree in stated_degrees(command).items():
+        ordered = name != "pipeline" or MEGATRON_ORDER in option_words(command)
+        if ordered and (getattr(facts.parallelism, name) or 1) != degree:
+            yield Problem(
+                f"parallelism.{name}",
+                f"is not the {degree} of the command, so ranks that communicate much may be placed far apart: set it "
+                f"to {degree}. `replicas` then counts replicas of so many ranks",
+            )
 
 
 def likely_mistakes_of_spec(spec: ParallelTrainingJobSpec) -> list[Problem]:

@@ -337,3 +337,173 @@ def test_manifests_that_cannot_be_read(tmp_path: Path, objects: list[dict[str, A
 )
 def test_a_launcher_is_taken_out_of_a_command(command: list[str], expected: list[str]) -> None:
     assert without_launcher(command).words == expected
+
+
+def pytorch_job(container: dict[str, Any], pods: int = 4, **spec: Any) -> dict[str, Any]:
+    """A PyTorchJob of workers with this container. `spec` are further fields of their pods."""
+    template = {"spec": {"containers": [{"name": "pytorch", "image": "trainer:1", **container}], **spec}}
+    replicas = {"Worker": {"replicas": pods, "template": template}}
+    body = {"pytorchReplicaSpecs": replicas}
+    return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": "job"}, "spec": body}
+
+
+EIGHT = {"limits": {"nvidia.com/gpu": 8}}
+
+
+@pytest.mark.parametrize(
+    ("options", "parallelism", "replicas", "comment"),
+    [
+        (["--tensor-model-parallel-size", "8"], {"tensor": 8}, 4, ""),
+        (["--tp_size=4", "--context_parallel_size=2"], {"tensor": 4, "context": 2}, 4, ""),
+        (
+            ["--parallelism.tensor_parallel_degree=8", "--parallelism.pipeline_parallel_degree=2"],
+            {"tensor": 8},
+            4,
+            "to do",
+        ),
+        (["model.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=4"], {"tensor": 2}, 16, ""),
+        (["--tensor-model-parallel-size=$TP"], None, 32, ""),
+        (["--tensor-model-parallel-size=5"], None, 32, "(tensor 5) do not divide 32 ranks"),
+    ],
+)
+def test_degrees_of_the_command_are_those_of_the_job(
+    tmp_path: Path, options: list[str], parallelism: dict[str, int] | None, replicas: int, comment: str
+) -> None:
+    command = ["torchrun", "--nproc_per_node=8", "train.py", *options]
+    comments, job = imported(tmp_path, pytorch_job({"command": command, "resources": EIGHT}))
+    assert job["spec"].get("parallelism") == parallelism
+    assert job["spec"]["replicas"] == replicas
+    assert comment in "\n".join(comments)
+    assert job["spec"]["runtime"]["command"] == ["python", "train.py", *options]
+    assert not check_manifest(job)
+
+
+def test_stages_of_megatron_get_the_order_of_the_mesh(tmp_path: Path) -> None:
+    options = ["--tensor-model-parallel-size=4", "--pipeline-model-parallel-size=2"]
+    container = {"command": ["torchrun", "pretrain_gpt.py", *options], "resources": EIGHT}
+    comments, job = imported(tmp_path, pytorch_job(container))
+    assert job["spec"]["parallelism"] == {"tensor": 4, "pipeline": 2}
+    assert job["spec"]["replicas"] == 4
+    assert job["spec"]["runtime"]["command"][2:] == [*options, "--use-tp-pp-dp-mapping"]
+    assert any("--use-tp-pp-dp-mapping` is added" in line for line in comments)
+    assert check_mistakes(job) == []
+    del job["spec"]["parallelism"]
+    assert [str(one) for one in check_mistakes(job)][0].startswith(
+        "spec.parallelism.tensor: is not the 4 of the command"
+    )
+    assert len(check_mistakes(job)) == 2
+
+
+def test_what_a_job_cannot_have_is_changed_if_its_meaning_stays(tmp_path: Path) -> None:
+    mounts = [("shm", "/dev/shm"), ("checkpoints", "/a"), ("fsx", "/b"), ("fsx", "/c"), ("fsx-1", "/d")]
+    container = {
+        "command": ["python", "train.py"],
+        "resources": EIGHT,
+        "env": [{"name": "TORCHELASTIC_MAX_RESTARTS", "value": "3"}, {"name": "ROLE_RANK", "value": "0"}],
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts],
+    }
+    volumes = [
+        {"name": "shm", "hostPath": {"path": "/dev/shm"}},
+        *({"name": name, "persistentVolumeClaim": {"claimName": name}} for name in ("checkpoints", "fsx", "fsx-1")),
+    ]
+    job = pytorch_job(container, volumes=volumes, terminationGracePeriodSeconds=0)
+    template = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    template["metadata"] = {"labels": {"kueue.x-k8s.io/queue-name": "team", "app": "x"}}
+    comments, found = imported(tmp_path, job)
+    workers = found["spec"]["workers"]
+    assert [(one["name"], one["mountPath"]) for one in workers["volumes"]] == [
+        ("checkpoints-1", "/a"),
+        ("fsx", "/b"),
+        ("fsx-1", "/c"),
+        ("fsx-1-1", "/d"),
+    ]
+    assert workers["terminationGracePeriodSeconds"] == 1
+    assert workers["labels"] == {"app": "x"}
+    assert "env" not in workers
+    assert check_manifest(found) == []
+    named = "\n".join(comments)
+    assert "queue-name is left out: Kueue reads that of the job" in named
+    assert "hostPath" not in named
+
+
+def test_accelerators_of_aws_and_google(tmp_path: Path) -> None:
+    command = ["torchrun", "--nproc_per_node=32", "train.py"]
+    container = {"command": command, "resources": {"limits": {"aws.amazon.com/neuron": 16}}}
+    _, job = imported(tmp_path, pytorch_job(container, pods=2))
+    workers = job["spec"]["workers"]
+    assert (workers["gpuResource"], workers["gpusPerWorker"]) == ("aws.amazon.com/neuroncore", 32)
+    assert job["spec"]["replicas"] == 64
+    comments, _ = imported(tmp_path, pytorch_job({"command": ["x"], "resources": {"limits": {"google.com/tpu": 4}}}))
+    assert any(line.startswith("no equivalent: `google.com/tpu`") for line in comments)
+
+
+def test_patches_of_a_runtime_are_applied_but_for_those_of_kueue(tmp_path: Path) -> None:
+    def patch(manager: str, pool: str, name: str = "node") -> dict[str, Any]:
+        pod = {"metadata": {"labels": {"team": "a"}}, "spec": {"nodeSelector": {"pool": pool}}}
+        jobs = [{"name": name, "template": {"spec": {"template": pod}}}]
+        return {"manager": manager, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
+
+    job = copy.deepcopy(TRAIN_JOB)
+    del job["spec"]["podTemplateOverrides"]
+    job["spec"]["runtimePatches"] = [
+        patch("example.com/me", "a"),
+        patch("example.com/me", "b", "model-initializer"),
+        patch("kueue.x-k8s.io/manager", "c"),
+    ]
+    comments, found = imported(tmp_path, job, RUNTIME)
+    assert found["spec"]["workers"]["nodeSelector"] == {"pool": "a"}
+    assert found["spec"]["workers"]["labels"] == {"team": "a"}
+    unread = [line for line in comments if "runtimePatches" in line]
+    assert unread
+    assert all("runtimePatches[1]" in line for line in unread)
+
+
+def test_a_job_of_volcano(tmp_path: Path) -> None:
+    job = {
+        "apiVersion": "batch.volcano.sh/v1alpha1",
+        "kind": "Job",
+        "metadata": {"name": "vc"},
+        "spec": {
+            "minAvailable": 3,
+            "schedulerName": "volcano",
+            "queue": "research",
+            "maxRetry": 4,
+            "priorityClassName": "high",
+            "plugins": {"pytorch": ["--master=master", "--worker=worker"], "svc": []},
+            "volumes": [{"mountPath": "/data", "volumeClaimName": "data-claim"}],
+            "tasks": [
+                {"name": "master", "replicas": 1, "template": simple(["python", "train.py"], gpus=1)},
+                {"name": "worker", "replicas": 2, "template": simple(["python", "train.py"], gpus=1)},
+            ],
+        },
+    }
+    comments, found = imported(tmp_path, job)
+    assert comments[0] == "From a Job of Volcano."
+    assert found["spec"]["replicas"] == 3
+    assert found["spec"]["recovery"] == {"maxRestarts": 4}
+    assert found["spec"]["priorityClassName"] == "high"
+    workers = found["spec"]["workers"]
+    assert (workers["schedulerName"], workers["podGroup"]) == ("volcano", {"kind": "Volcano", "queue": "research"})
+    assert workers["volumes"] == [{"name": "claim-0", "claimName": "data-claim", "mountPath": "/data"}]
+    assert check_manifest(found) == []
+    job["spec"] |= {"queue": "default", "minAvailable": 2}
+    comments, found = imported(tmp_path, job)
+    assert "schedulerName" not in found["spec"]["workers"]
+    assert "no equivalent: spec.minAvailable" in comments
+
+
+def test_placeholders_and_templates_are_named(tmp_path: Path) -> None:
+    job = pytorch_job({"command": ["a"]})
+    job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] = "$NUM_NODES"
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    assert "got '$NUM_NODES': replace placeholders first, for example with `envsubst`" in run_import(path)
+    path.write_text("kind: PyTorchJob\nmetadata:\n  name: {{ .Values.name }}\n")
+    assert "is a template: render it first" in run_import(path)
+
+
+def run_import(path: Path) -> str:
+    """The message of an import that fails."""
+    result = CliRunner().invoke(main, ["import", str(path)])
+    assert result.exit_code == 1
+    return result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,9 +44,9 @@ def import_job(
 ) -> None:
     """Print the job that another tool's manifest or configuration means.
 
-    FILE is a manifest with a PyTorchJob, HyperPodPyTorchJob, TrainJob, JobSet or Job of Kubernetes, DeepSpeed's JSON, a
-    command line or script with arguments of Megatron-LM, or torchtitan's TOML. `-` reads standard input. Comments name
-    the settings without an equivalent, and what the job still needs.
+    FILE is a manifest with a PyTorchJob, HyperPodPyTorchJob, TrainJob, JobSet or Job of Kubernetes or Volcano,
+    DeepSpeed's JSON, a command line or script with arguments of Megatron-LM, or torchtitan's TOML. `-` reads standard
+    input. Comments name the settings without an equivalent, and what the job still needs.
     """
     try:
         found = imported(_text(file), gpus)
@@ -93,6 +94,8 @@ def imported(text: str, gpus: int | None) -> Imported:
         return kubernetes.read_objects(objects)
     if values is None and megatron.is_megatron(text):
         return megatron.read(text, gpus)
+    if re.search(r"\{\{.*\}\}", text) and re.search(r"^kind:", text, re.MULTILINE):
+        raise ImportFileError("is a template: render it first, for example with `helm template`")
     raise ImportFileError(f"unknown format: expected {FORMATS}")
 
 

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright_cli.importing.settings import ImportFileError
+
+_PLACEHOLDER = re.compile(r"\$\{?[A-Za-z_]\w*\}?|<[^>]+>|\{\{.*\}\}")
+
+
+def whole_number(where: str, value: Any) -> int:
+    """The value of a field with an integer.
+
+    Raises:
+        ImportFileError: it is not an integer. The message says how to fill a placeholder.
+    """
+    try:
+        return int(str(value))
+    except ValueError:
+        fix = ": replace placeholders first, for example with `envsubst`" if _PLACEHOLDER.search(str(value)) else ""
+        raise ImportFileError(f"{where} must be an integer, got {value!r}{fix}") from None
 
 
 class Fields:
@@ -68,10 +84,7 @@ class Fields:
         value = self.get(name)
         if value is None:
             return None
-        try:
-            return int(str(value))
-        except ValueError:
-            raise ImportFileError(f"`{self._where(name)}` must be an integer, got {value!r}") from None
+        return whole_number(f"`{self._where(name)}`", value)
 
     def words(self, name: str) -> list[str]:
         """The value of a field with a list of strings.

@@ -1,19 +1,25 @@
-"""Reads a job of another operator: PyTorchJob, HyperPodPyTorchJob, TrainJob, JobSet, or a Job of Kubernetes itself."""
+"""Reads a job of another operator: PyTorchJob, HyperPodPyTorchJob, TrainJob, JobSet, or a Job of Volcano or of
+Kubernetes itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
+from meshwright.rules.command_degrees import MEGATRON_ORDER, MEGATRON_PIPELINE, option_words, stated_degrees
+from meshwright.rules.launchers import is_shell_script
 from meshwright_cli.importing.fields import Fields
 from meshwright_cli.importing.launchers import without_launcher
-from meshwright_cli.importing.pod_template import Pods, read_pods
+from meshwright_cli.importing.pod_template import NEURON_CORE, NEURON_DEVICE, Pods, read_pods
 from meshwright_cli.importing.settings import Imported, ImportFileError, without_none
 from meshwright_cli.importing.train_job import TRAINERS, template_of_train_job
 
 _CONTAINERS = ("pytorch", "node", "trainer")
 """Names of the container of the ranks, as these kinds have it."""
+_VOLCANO_GROUP = "batch.volcano.sh/"
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _DROPPED = frozenset({"--pre-train-script", "--post-train-script", "--pre-train-args", "--post-train-args"})
 
@@ -38,6 +44,8 @@ class _Gang:
     """Fields of the job's spec."""
     pods: tuple[int | None, int | None] = (None, None)
     """Least and most pods of an elastic job."""
+    volumes: list[dict[str, Any]] = field(default_factory=list)
+    """Entries of `workers.volumes` that all pods have."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -53,9 +61,10 @@ def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
         raise ImportFileError(f"expected one of {', '.join(KINDS)}, got {len(jobs)} of them among {kinds}")
     job, others = Fields(jobs[0]), [one for one in objects if one is not jobs[0]]
     kind = str(job.get("kind"))
-    job.ignore("apiVersion", "status")
+    in_volcano = str(job.get("apiVersion")).startswith(_VOLCANO_GROUP)
+    job.ignore("status")
     metadata = job.child("metadata")
-    gang = KINDS[kind](job.child("spec"), others)
+    gang = (_volcano_job if in_volcano else KINDS[kind])(job.child("spec"), others)
     main = _main_group(gang)
     pods = read_pods(main.template, _CONTAINERS)
     spec = _spec(gang, pods)
@@ -69,7 +78,7 @@ def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
     kept = [f"{one.get('kind')} `{(one.get('metadata') or {}).get('name')}` stays as it is" for one in others]
     notes = [*gang.notes, *pods.notes, *(line for line in kept if not line.startswith(tuple(TRAINERS)))]
     return Imported(
-        kind,
+        f"{kind} of Volcano" if in_volcano else kind,
         spec,
         list(job.unread()),
         [*notes, "a restart runs the command again: the script must resume from its own checkpoint"],
@@ -105,13 +114,18 @@ def _spec(gang: _Gang, pods: Pods) -> dict[str, Any]:
     """The job's spec, from what the kind and the template say. Adds what differs to the notes of `gang`."""
     command = without_launcher(pods.command)
     processes = _processes(command.options.get("--nproc-per-node"), gang.processes, pods.gpus)
+    _use_neuron_cores(pods, processes)
     ranks = pods.gpus or processes or 1
     if not pods.gpus:
         gang.notes.append("the pods request no GPUs: each rank of a worker requests one of `workers.gpuResource`")
     elif processes not in (None, pods.gpus):
         gang.notes.append(f"a pod has {processes} processes for {pods.gpus} GPUs: a worker has one rank for each GPU")
     gang.notes.extend(_about_command(command.removed, command.left, command.options, pods.command))
+    degrees, words = _degrees(command.words, sum(group.pods for group in gang.groups) * ranks, gang.notes)
+    ranks_of_replica = prod(degrees.values())
     total = sum(group.pods for group in gang.groups)
+    workers = {**pods.workers, "volumes": [*pods.workers.get("volumes", ()), *gang.volumes] or None}
+    workers |= gang.spec.pop("workers", {})
     least, most = gang.pods
     restarts = command.options.get("--max-restarts", "")
     recovery = gang.spec.pop("recovery", {})
@@ -119,15 +133,49 @@ def _spec(gang: _Gang, pods: Pods) -> dict[str, Any]:
         recovery.setdefault("maxRestarts", int(restarts))
     return without_none(
         {
-            "replicas": total * ranks,
-            "elastic": {"minReplicas": least and least * ranks, "maxReplicas": most and max(most, total) * ranks},
-            "runtime": {"command": command.words or None, "agent": "Injected"},
-            "workers": {**pods.workers, "gpusPerWorker": ranks},
+            "replicas": total * ranks // ranks_of_replica,
+            "elastic": {
+                "minReplicas": least and max(1, least * ranks // ranks_of_replica),
+                "maxReplicas": most and max(most, total) * ranks // ranks_of_replica,
+            },
+            "parallelism": degrees,
+            "runtime": {"command": words or None, "agent": "Injected"},
+            "workers": {**workers, "gpusPerWorker": ranks},
             "recovery": recovery,
             **gang.spec,
             "priorityClassName": gang.spec.get("priorityClassName") or pods.priority_class,
         }
     )
+
+
+def _degrees(command: list[str], ranks: int, notes: list[str]) -> tuple[dict[str, int], list[str]]:
+    """`spec.parallelism` by the command's options, and the command, in which Megatron-LM gets the order of the mesh."""
+    found, words = stated_degrees(command), option_words(command)
+    if "pipeline" in found and MEGATRON_ORDER not in words:
+        if any(word.partition("=")[0] == MEGATRON_PIPELINE for word in words) and not is_shell_script(command):
+            command = [*command, MEGATRON_ORDER]
+            notes.append(f"`{MEGATRON_ORDER}` is added: the stages of a replica are placed next to each other")
+        else:
+            degree = found.pop("pipeline")
+            notes.append(
+                f"to do: the command has {degree} pipeline stages: if ranks with consecutive numbers are those of a "
+                f"replica, as with Megatron's `{MEGATRON_ORDER}`, set `parallelism.pipeline: {degree}` and divide "
+                "`replicas` by it"
+            )
+    if ranks % prod(found.values()):
+        stated = " x ".join(f"{name} {degree}" for name, degree in found.items())
+        notes.append(f"to do: the degrees of the command ({stated}) do not divide {ranks} ranks: set `parallelism`")
+        return {}, command
+    return found, command
+
+
+def _use_neuron_cores(pods: Pods, processes: int | None) -> None:
+    """Request cores of AWS Neuron in place of devices, if a device has several processes. A rank has one of them."""
+    of_devices = pods.workers.get("gpuResource") == NEURON_DEVICE
+    if of_devices and processes and processes > pods.gpus and processes % pods.gpus == 0:
+        pods.workers["gpuResource"] = NEURON_CORE
+        pods.notes.append(f"{pods.gpus} `{NEURON_DEVICE}` of a pod are {processes} `{NEURON_CORE}`: one for each rank")
+        pods.gpus = processes
 
 
 def _processes(of_launcher: str | None, of_job: str | None, gpus: int) -> int | None:
@@ -149,10 +197,14 @@ def _about_command(
         yield f"no equivalent: {name} of `{removed}`"
     if left is not None:
         yield f"to do: the command runs `{left}`, which starts ranks itself: run the script, once for each rank"
+    if any("sshd" in word for word in command):
+        yield "to do: the ranks wait for a launcher, such as `mpirun`: write what that starts as `runtime.command`"
     if not command:
         yield "to do: the image's own entry point is not run: write it as `runtime.command`"
     elif command[0].endswith("sh") and left is None:
         yield "the shell's script runs once for each rank, not once for each pod"
+        if not is_shell_script(command):
+            yield "to do: if the script runs `torchrun`, run what that starts instead: each rank would train alone"
 
 
 def _pytorch_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
@@ -244,6 +296,29 @@ def _batch_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
     found["recovery"] = {"maxRestarts": spec.integer("backoffLimit"), "exitCodes": rules or None}
     spec.ignore("completions", "completionMode", "podReplacementPolicy", "selector", "manualSelector")
     return _Gang([_Group("job", _number(spec, "parallelism"), spec.child("template"))], None, found)
+
+
+def _volcano_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
+    groups = []
+    for task in spec.children("tasks"):
+        groups.append(_Group(str(task.get("name")), _number(task, "replicas"), task.child("template")))
+        task.ignore("minAvailable")
+    found = _of_policy(spec)
+    found["recovery"] = {"maxRestarts": spec.integer("maxRetry")}
+    found["priorityClassName"] = spec.get("priorityClassName")
+    if spec.get("minAvailable") not in (None, sum(group.pods for group in groups)):
+        spec.reopen("minAvailable")
+    queue, scheduler = spec.get("queue"), spec.get("schedulerName") or "volcano"
+    gang = _Gang(groups, None, found)
+    if queue not in (None, "default"):
+        found["workers"] = {"schedulerName": scheduler, "podGroup": {"kind": "Volcano", "queue": queue}}
+        gang.notes.append(f"`{scheduler}` places the pods, for the queue `{queue}`: without it, Meshwright places them")
+    for volume in spec.children("volumes"):
+        if volume.get("volumeClaimName"):
+            claim = {"claimName": volume.get("volumeClaimName"), "mountPath": volume.get("mountPath")}
+            gang.volumes.append({"name": f"claim-{len(gang.volumes)}", **claim})
+    spec.ignore("plugins")
+    return gang
 
 
 def _of_policy(policy: Fields) -> dict[str, Any]:

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.api.labels import GPU_RESOURCE
-from meshwright_cli.importing.fields import Fields
+from meshwright.api.labels import GPU_RESOURCE, KUEUE_PRIORITY, KUEUE_QUEUE
+from meshwright.rules.workers import VARIABLE_NAMES, VARIABLE_PREFIXES, VOLUME_NAMES
+from meshwright_cli.importing.fields import Fields, whole_number
 from meshwright_cli.importing.settings import ImportFileError, without_none
 
-_GPU = re.compile(r"[a-z0-9.-]+/(gpu|gpu\.shared|gaudi)|nvidia\.com/mig-[a-z0-9.-]+")
-_OF_THE_LAUNCHER = frozenset(
-    {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"}
-)
-"""Variables that Meshwright sets for each rank."""
+NEURON_DEVICE, NEURON_CORE = "aws.amazon.com/neuron", "aws.amazon.com/neuroncore"
+_GPU = re.compile(rf"[a-z0-9.-]+/(gpu|gpu\.shared|gaudi)|nvidia\.com/mig-[a-z0-9.-]+|{re.escape(NEURON_DEVICE)}(core)?")
+_TPU = "google.com/tpu"
+_OF_KUEUE = (KUEUE_QUEUE, KUEUE_PRIORITY)
+"""Labels of the job. Kueue would hold a pod that has them until it admits the pod itself."""
 _RESERVED_KEYS = ("app.kubernetes.io/", "meshwright.dev/", "prometheus.io/")
 _SHM = "/dev/shm"  # noqa: S108 - a path in a pod
 
@@ -28,7 +29,7 @@ class Pods:
     """`spec.workers` without `gpusPerWorker`."""
     command: list[str]
     gpus: int
-    """GPUs that a pod requests."""
+    """GPUs that a pod requests, or other accelerators."""
     priority_class: str | None
     notes: list[str] = field(default_factory=list)
 
@@ -55,9 +56,14 @@ def read_pods(template: Fields, container_names: tuple[str, ...]) -> Pods:
             )
             other.ignore_all()
     resources, gpu_resource, gpus = _resources(main.child("resources"))
+    if _TPU in resources["devices"]:
+        notes.append(
+            f"no equivalent: `{_TPU}`: a worker has a process for each accelerator, a TPU host one for all its chips"
+        )
     volumes, shared_memory = _volumes(spec, main, notes)
     if shared_memory:
         resources["sharedMemory"] = shared_memory
+    grace = spec.integer("terminationGracePeriodSeconds")
     workers = {
         "image": main.get("image"),
         "imagePullPolicy": main.get("imagePullPolicy"),
@@ -66,13 +72,13 @@ def read_pods(template: Fields, container_names: tuple[str, ...]) -> Pods:
         "resources": resources,
         "env": list(_variables(main)) or None,
         "volumes": volumes or None,
-        "labels": _keys(template, "labels"),
-        "annotations": _keys(template, "annotations"),
+        "labels": _keys(template, "labels", notes),
+        "annotations": _keys(template, "annotations", notes),
         "schedulerName": spec.get("schedulerName"),
         "nodeSelector": spec.mapping("nodeSelector"),
         "tolerations": spec.get("tolerations"),
         "serviceAccountName": spec.get("serviceAccountName"),
-        "terminationGracePeriodSeconds": spec.integer("terminationGracePeriodSeconds"),
+        "terminationGracePeriodSeconds": None if grace is None else max(1, grace),
         **_identity(spec, main, notes),
     }
     if workers["schedulerName"] == "default-scheduler":
@@ -86,10 +92,13 @@ def read_pods(template: Fields, container_names: tuple[str, ...]) -> Pods:
     return Pods(without_none(workers), command, gpus, spec.get("priorityClassName"), notes)
 
 
-def _keys(template: Fields, name: str) -> dict[str, str]:
+def _keys(template: Fields, name: str, notes: list[str]) -> dict[str, str]:
     """Labels or annotations that a job's pods may have."""
     found = template.child("metadata").mapping(name)
-    return {key: str(value) for key, value in found.items() if not key.startswith(_RESERVED_KEYS)}
+    notes += [f"the pods' {key} is left out: Kueue reads that of the job" for key in _OF_KUEUE if key in found]
+    return {
+        key: str(value) for key, value in found.items() if not key.startswith(_RESERVED_KEYS) and key not in _OF_KUEUE
+    }
 
 
 def _resources(resources: Fields) -> tuple[dict[str, Any], str, int]:
@@ -99,11 +108,11 @@ def _resources(resources: Fields) -> tuple[dict[str, Any], str, int]:
     gpu_resource, gpus, devices, pages = GPU_RESOURCE, 0, {}, {}
     for name, value in merged.items():
         if _GPU.fullmatch(name):
-            gpu_resource, gpus = name, _count(name, value)
+            gpu_resource, gpus = name, whole_number(f"the number of `{name}`", value)
         elif name.startswith("hugepages-"):
             pages[name.removeprefix("hugepages-")] = str(value)
         elif "/" in name:
-            devices[name] = _count(name, value)
+            devices[name] = whole_number(f"the number of `{name}`", value)
     found = {
         "cpu": _quantity(requests.get("cpu", limits.get("cpu"))),
         "memory": _quantity(limits.get("memory", requests.get("memory"))),
@@ -114,13 +123,6 @@ def _resources(resources: Fields) -> tuple[dict[str, Any], str, int]:
     return found, gpu_resource, gpus
 
 
-def _count(name: str, value: Any) -> int:
-    try:
-        return int(str(value))
-    except ValueError:
-        raise ImportFileError(f"the number of `{name}` must be an integer, got {value!r}") from None
-
-
 def _quantity(value: Any) -> str | None:
     return None if value is None else str(value)
 
@@ -129,7 +131,7 @@ def _variables(container: Fields) -> Iterator[dict[str, Any]]:
     """`workers.env`. What is read from fields of the pod has no equivalent."""
     for variable in container.children("env"):
         name, source = variable.get("name"), variable.child("valueFrom")
-        if name in _OF_THE_LAUNCHER:
+        if name in VARIABLE_NAMES or str(name).startswith(VARIABLE_PREFIXES):  # the agent sets them for each rank
             variable.ignore_all()
             continue
         keys = {kind: source.child(kind) for kind in ("secretKeyRef", "configMapKeyRef") if kind in source}
@@ -153,6 +155,7 @@ def _volumes(spec: Fields, container: Fields, notes: list[str]) -> tuple[list[di
         if path == _SHM:
             shared_memory = _quantity(source.child("emptyDir").get("sizeLimit"))
             source.child("emptyDir").ignore("medium")
+            source.ignore("hostPath")
             continue
         volume = _source(source)
         if volume is None:
@@ -162,8 +165,15 @@ def _volumes(spec: Fields, container: Fields, notes: list[str]) -> tuple[list[di
             continue
         if mount.get("readOnly") and "claimName" in volume:
             volume["readOnly"] = True
-        found.append({"name": name, "mountPath": path, **volume})
+        found.append({"name": _free_name(name, found), "mountPath": path, **volume})
     return found, shared_memory
+
+
+def _free_name(name: str, volumes: list[dict[str, Any]]) -> str:
+    """The name of a volume, or another one if the operator's own volume has it, or one that is mounted already."""
+    taken = {*VOLUME_NAMES, *(volume["name"] for volume in volumes)}
+    tries = (name, *(f"{name}-{number}" for number in range(1, len(taken) + 2)))
+    return next(one for one in tries if one not in taken)
 
 
 def _source(volume: Fields) -> dict[str, Any] | None:

@@ -47,6 +47,8 @@ def template_of_train_job(
         container["resources"] = resources
     for override in spec.children("podTemplateOverrides"):
         _override(template, override)
+    for patch in spec.children("runtimePatches"):
+        _patch(template, patch)
     nodes = trainer.integer("numNodes") or int(policy.get("numNodes") or 1)
     processes = trainer.get("numProcPerNode") or (policy.get("torch") or {}).get("numProcPerNode")
     return nodes, None if processes is None else str(processes), template, notes
@@ -88,12 +90,40 @@ def _override(template: dict[str, Any], override: Fields) -> None:
     if targets and _NODE not in targets:
         override.reopen("targetJobs")
         return
-    pod, spec = override.child("spec"), template["spec"]
-    metadata = override.child("metadata")
+    _change(template, override)
+
+
+def _patch(template: dict[str, Any], patch: Fields) -> None:
+    """Apply what an entry of `runtimePatches` says of the trainer's pods. Other parts stay unread."""
+    if str(patch.get("manager")).startswith("kueue.x-k8s.io/"):  # the nodes on which Kueue admitted the job
+        patch.ignore_all()
+        return
+    patch.ignore("time")
+    job_set = patch.child("trainingRuntimeSpec").child("template")
+    job_set.ignore("metadata")
+    for job in job_set.child("spec").children("replicatedJobs"):
+        if job.get("name") != _NODE:
+            job.reopen("name")
+            continue
+        job.child("template").ignore("metadata")
+        _change(template, job.child("template").child("spec").child("template"))
+
+
+def _change(template: dict[str, Any], changes: Fields) -> None:
+    """Change a pod template: `changes` has `metadata` and `spec`."""
+    pod, spec = changes.child("spec"), template["spec"]
+    metadata = changes.child("metadata")
     for field in ("labels", "annotations"):
         if field in metadata:
             template.setdefault("metadata", {}).setdefault(field, {}).update(metadata.mapping(field))
-    for field in ("serviceAccountName", "nodeSelector", "tolerations", "affinity", "schedulingGates"):
+    for field in (
+        "serviceAccountName",
+        "nodeSelector",
+        "tolerations",
+        "affinity",
+        "schedulingGates",
+        "securityContext",
+    ):
         if field in pod:
             spec[field] = pod.get(field)
     for field in ("volumes", "imagePullSecrets", "initContainers"):

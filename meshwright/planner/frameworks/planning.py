@@ -101,5 +101,8 @@ def with_flags(
     launch = launch_of(spec, architecture, strategy, target)
     variables = [f"{name}={value}" for name, value in launch.environment.items()]
     prefix = ["env", *variables] if variables else []
-    changes = {"command": [*prefix, *run.command, *launch.flags], "stages_outermost": target.renumbers(strategy) or None}
+    changes = {
+        "command": [*prefix, *run.command, *launch.flags],
+        "stages_outermost": target.renumbers(strategy) or None,
+    }
     return run.model_copy(update=changes)
