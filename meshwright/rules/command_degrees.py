@@ -53,6 +53,6 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if equals:
-            yield name, value
+            yield name, value.strip("\"'")
         elif word.startswith("--"):
             yield word, following

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec, Packing, Tokenizer
+from meshwright.api.labels import KUEUE_QUEUE
 from meshwright.api.precision import LossScaleSpec, Precision
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerSpec, RateDecay, TrainingSpec
@@ -95,6 +96,10 @@ def _command_starts_one_rank(facts: Facts) -> bool:
     return command is None or launcher_of(command) is None
 
 
+def _kueue_admits_the_job(facts: Facts) -> bool:
+    return facts.workers is None or KUEUE_QUEUE not in facts.workers.labels
+
+
 def _default(model: type[DataSpec | TrainingSpec | OptimizerSpec], field: str) -> object:
     return model.model_fields[field].default
 
@@ -178,6 +183,13 @@ _LIKELY_MISTAKES: tuple[Rule[Facts], ...] = (
         "`[python, train.py]`",
         None,
         _command_starts_one_rank,
+    ),
+    Rule(
+        "workers.labels",
+        f"has `{KUEUE_QUEUE}`, by which Kueue may hold each pod until it admits the pod by itself: set it in "
+        "`metadata.labels`, the labels of the job",
+        None,
+        _kueue_admits_the_job,
     ),
 )
 

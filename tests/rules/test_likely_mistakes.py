@@ -101,6 +101,41 @@ def test_a_launcher_in_each_rank_is_named(command: list[str]) -> None:
     assert [mistake.field for mistake in likely_mistakes_of_spec(spec)] == ["runtime.command"]
 
 
+@pytest.mark.parametrize(
+    ("command", "parallelism", "fields"),
+    [
+        (["python", "train.py", "--tensor-model-parallel-size", "8"], {}, ["parallelism.tensor"]),
+        (
+            ["bash", "-c", "python train.py \\\n --tp_size=2 --cp_size='4'"],
+            {},
+            ["parallelism.tensor", "parallelism.context"],
+        ),
+        (["python", "train.py", "--tensor-model-parallel-size", "8"], {"tensor": 8}, []),
+        (["python", "train.py", "--tensor-parallel-size=$TP", "--pp-size", "x"], {}, []),
+        (["python", "t.py", "--pipeline-parallel-size=2"], {}, []),
+        (
+            ["python", "t.py", "--pipeline-model-parallel-size=2", "--use-tp-pp-dp-mapping"],
+            {},
+            ["parallelism.pipeline"],
+        ),
+        (["python", "main.py", "actor.rollout.tensor_model_parallel_size=2"], {}, []),
+        (["python", "main.py", "actor.megatron.tensor_model_parallel_size=2"], {}, ["parallelism.tensor"]),
+    ],
+)
+def test_degrees_that_only_the_command_has_are_named(
+    command: list[str], parallelism: dict[str, int], fields: list[str]
+) -> None:
+    changes = {"runtime.command": command, "parallelism": parallelism, "replicas": 8, "workers.gpusPerWorker": 8}
+    spec = ParallelTrainingJobSpec.model_validate(changed(COMMAND, changes))
+    assert [mistake.field for mistake in likely_mistakes_of_spec(spec)] == fields
+
+
+def test_a_queue_of_pods_is_named() -> None:
+    changes = {"workers.labels": {"kueue.x-k8s.io/queue-name": "team"}}
+    spec = ParallelTrainingJobSpec.model_validate(changed(COMMAND, changes))
+    assert [mistake.field for mistake in likely_mistakes_of_spec(spec)] == ["workers.labels"]
+
+
 def test_a_length_that_is_no_number_is_not_compared() -> None:
     assert beyond_trained_length({"max_position_embeddings": "long"}, 10) == ""
     assert "more than the 4 tokens" in beyond_trained_length({"max_position_embeddings": 4}, 10)
