@@ -46,7 +46,7 @@ MODEL_ARGS=(
 torchrun --nproc_per_node $GPUS_PER_NODE --nnodes 2 pretrain_gpt.py ${MODEL_ARGS[@]} \\
     --tensor-model-parallel-size ${TP} --sequence-parallel --seq-length=4096 --vocab-size 32000 \\
     --micro-batch-size 1 --global-batch-size 32 --train-iters 100 --lr 3e-4 --bf16 \\
-    --tokenizer-model $TOKENIZER --save $CHECKPOINTS --save-interval 10 --moe-grouped-gemm
+    --tokenizer-model $TOKENIZER --save $CHECKPOINTS --save-interval 10 --log-params-norm
 """
 QUOTED = """#!/bin/bash
 # It doesn't matter where flags are.
@@ -167,7 +167,7 @@ def test_a_script_with_variables_and_arrays(tmp_path: Path) -> None:
     assert spec["training"]["sequenceLength"] == 4096
     assert "the vocabulary of 32000 tokens is padded to 32256" in comments
     assert "the value of --tokenizer-model is a variable that the file does not set" in comments
-    assert "no equivalent: --moe-grouped-gemm" in comments
+    assert "no equivalent: --log-params-norm" in comments
 
 
 def test_deepspeed_configuration(tmp_path: Path) -> None:

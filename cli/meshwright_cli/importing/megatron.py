@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -20,11 +21,24 @@ from meshwright_cli.importing.settings import (
 
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=([^\s(].*?)?\s*$")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|([A-Za-z_][A-Za-z0-9_]*))")
-_FLAGS_OF_VARIABLE = re.compile(r"([A-Za-z_]\w*)\+?=((?:.*\s)?--[a-zA-Z].*)", re.DOTALL)
+_FLAGS_OF_VARIABLE = re.compile(r"([A-Za-z_]\w*)\+?=\(?((?:.*\s)?--[a-zA-Z].*)", re.DOTALL)
 """A word that assigns flags to a variable."""
 _QUOTED_FLAGS = re.compile(r"(?:.*\s)?--[a-zA-Z].*\s.*", re.DOTALL)
 """A word that has several words itself, with flags."""
+_VALUED = re.compile(
+    r"(-size|-layers|-heads|-groups|-length|-experts|-iters|-samples|-embeddings|-topk|-dim|^seed|^(min-)?lr)$"
+)
+"""Flags that a variable follows as their value. After others it may have further flags."""
 _CONTEXT = {name: str(method) for method, name in CONTEXT_COMMUNICATION.items()}
+_OF_THE_LAUNCHER = frozenset({"nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend"})
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("use-mcore-models", "overlap-grad-reduce", "overlap-param-gather", "use-flash-attn", "attention-backend"),
+        *("moe-token-dispatcher-type", "moe-grouped-gemm", "no-masked-softmax-fusion", "use-tp-pp-dp-mapping"),
+        *("log-interval", "log-throughput", "distributed-timeout-minutes", "rdzv-endpoint", "rdzv-id"),
+    }
+)
+"""Flags of what Meshwright does itself, in its own way."""
 _DECAYS, _LAST_DECAYS = default_left_out(DECAYS), default_left_out(LAST_DECAYS)
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
@@ -53,13 +67,22 @@ def arguments(text: str) -> dict[str, Any]:
         begun = ""
         assignment = _ASSIGNMENT.match(line)
         if assignment and "--" not in line:
-            variables[assignment[1]] = (assignment[2] or "").strip("\"'")
+            _assign(variables, assignment[1], assignment[2] or "")
             continue
         for flag, values in _flags(words):
             found[flag] = True if not values else values[0] if len(values) == 1 else values
     if begun:
         raise ImportFileError(f"quotes do not match: {begun.strip():.80}")
     return found
+
+
+def _assign(variables: dict[str, str], name: str, value: str) -> None:
+    """Remember the value of a variable, without its quotes. The output of a command is unknown."""
+    try:
+        known = "`" not in value and "$(" not in value
+        variables[name] = "".join(shlex.split(value, comments=True)[:1]) if known else f"${{{name}}}"
+    except ValueError:
+        variables[name] = f"${{{name}}}"
 
 
 def _words(line: str, variables: dict[str, str]) -> list[str]:
@@ -96,7 +119,7 @@ def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
             if flag:
                 yield flag, values
             flag, values = name[2:].replace("_", "-"), [rest] if equals else []
-        elif flag and word and not word.endswith(".py") and not word.startswith("${"):
+        elif flag and word and not word.endswith(".py") and (not word.startswith("${") or _VALUED.search(flag)):
             values.append(word.rstrip(")"))
     if flag:
         yield flag, values
@@ -129,6 +152,7 @@ def read(text: str, gpus: int | None) -> Imported:
         notes.append("the number of replicas is unknown: use --gpus")
     batch = found.integer("global-batch-size")
     micro = found.integer("micro-batch-size")
+    found.read |= _OF_THE_LAUNCHER | _WITHOUT_EFFECT
     spec = {
         "replicas": replicas,
         "model": _model(found, tensor, notes),
@@ -137,10 +161,10 @@ def read(text: str, gpus: int | None) -> Imported:
             "pipeline": pipeline,
             "context": context if context > 1 else None,
             "contextMethod": _CONTEXT.get(str(found.get("cp-comm-type", "p2p"))) if context > 1 else None,
-            "expert": found.integer("expert-model-parallel-size"),
+            **_experts(found, tensor),
             "sequence": None if found.flag("sequence-parallel") or tensor == 1 else False,
             "microBatches": micro_batches(batch, micro, replicas),
-            "zeroStage": _stage(found),
+            "zeroStage": _stage(found, notes),
             **_stages(found, pipeline),
         },
         "training": _training(found, batch),
@@ -155,13 +179,27 @@ def _world(found: Settings) -> int | None:
     return int(local) * int(nodes) if str(local).isdecimal() and str(nodes).isdecimal() else None
 
 
-def _stage(found: Settings) -> int:
+def _experts(found: Settings, tensor: int) -> dict[str, Any]:
+    expert, of_tensor = (
+        found.integer("expert-model-parallel-size"),
+        found.integer("expert-tensor-parallel-size", tensor),
+    )
+    if of_tensor not in (1, tensor):
+        found.read.discard("expert-tensor-parallel-size")
+    has_experts = "num-experts" in found.values and tensor > 1
+    return {"expert": expert, "expertTensor": of_tensor != 1 if has_experts else None}
+
+
+def _stage(found: Settings, notes: list[str]) -> int | None:
     sharding = str(found.get("data-parallel-sharding-strategy", "no_shard"))
     distributed = found.flag("use-distributed-optimizer")
     if found.flag("use-megatron-fsdp") or found.flag("use-custom-fsdp"):
         return _SHARDING.get(sharding, 0)
     if found.flag("use-torch-fsdp2"):
         return 3
+    if distributed and (found.integer("expert-model-parallel-size") or 1) > 1:
+        notes.append("the planner chooses the ZeRO stage: shards of stage 1 do not split experts over ranks")
+        return None
     return 1 if distributed else 0
 
 
@@ -198,19 +236,16 @@ def _model(found: Settings, tensor: int, notes: list[str]) -> dict[str, Any]:
     learned = found.get("position-embedding-type", "learned_absolute") == "learned_absolute"
     positions = found.integer("max-position-embeddings")
     biases = not found.flag("disable-bias-linear")
-    experts = found.integer("num-experts")
-    mixture = {
-        "experts": experts,
-        "perToken": found.integer("moe-router-topk", 2),
-        "intermediateSize": found.integer("moe-ffn-hidden-size") or intermediate,
-    }
+    latent = _latent(found)
     return {
         "layers": found.integer("num-layers"),
         "hiddenSize": hidden,
         "intermediateSize": intermediate,
         "heads": heads,
         "kvHeads": groups,
-        "headSize": found.integer("kv-channels"),
+        "headSize": found.integer("qk-head-dim", 128) if latent else found.integer("kv-channels"),
+        "valueSize": found.integer("v-head-dim", 128) if latent else None,
+        "latent": latent,
         "vocabSize": _vocabulary(found, tensor, notes),
         "gated": gated,
         "activation": "SiLU" if gated else "GELUTanh",
@@ -218,12 +253,90 @@ def _model(found: Settings, tensor: int, notes: list[str]) -> dict[str, Any]:
         "normEpsilon": found.number("norm-epsilon"),
         "biases": biases,
         "attentionBiases": True if found.flag("add-qkv-bias") and not biases else None,
-        "queryKeyNorms": True if found.flag("qk-layernorm") else None,
+        "queryKeyNorms": True if found.flag("qk-layernorm") and not latent else None,
         "positions": positions if learned else None,
         "ropeTheta": None if learned else found.integer("rotary-base"),
+        "ropeScaling": None if learned else _rope_scaling(found, latent is not None),
         "tieEmbeddings": not found.flag("untie-embeddings-and-output-weights"),
-        "mixture": mixture if experts else None,
+        "mixture": _mixture(found, intermediate, notes),
     }
+
+
+def _latent(found: Settings) -> dict[str, Any] | None:
+    if not found.flag("multi-latent-attention"):
+        return None
+    return {
+        "kvRank": found.integer("kv-lora-rank", 32),
+        "queryRank": found.integer("q-lora-rank"),
+        "ropeSize": found.integer("qk-pos-emb-head-dim", 64),
+    }
+
+
+def _rope_scaling(found: Settings, latent: bool) -> dict[str, Any] | None:
+    """How rotary positions are rescaled: as in Llama 3.1, or by YaRN with latent attention."""
+    if not latent:
+        used = found.flag("use-rope-scaling")
+        return {"kind": "Llama3", "factor": found.number("rope-scaling-factor", 8.0)} if used else None
+    factor = found.number("rotary-scaling-factor", 1.0) or 1.0
+    scale, of_scores = found.number("mscale", 1.0), found.number("mscale-all-dim", 0.0) or 0.0
+    if factor == 1:
+        return None
+    if scale != of_scores:
+        found.read -= {"mscale", "mscale-all-dim"}
+    return {
+        "kind": "YaRN",
+        "factor": factor,
+        "lowFrequencyFactor": 1.0,
+        "highFrequencyFactor": 32.0,
+        "originalLength": 4096,
+        "scoreFactor": round((0.1 * of_scores * math.log(factor) + 1) ** 2, 9),
+    }
+
+
+def _mixture(found: Settings, intermediate: int | None, notes: list[str]) -> dict[str, Any] | None:
+    experts = found.integer("num-experts")
+    if not experts:
+        return None
+    softmax = found.get("moe-router-score-function", "softmax") == "softmax"
+    return {
+        "experts": experts,
+        "perToken": found.integer("moe-router-topk", 2),
+        "intermediateSize": found.integer("moe-ffn-hidden-size") or intermediate,
+        "sharedIntermediateSize": found.integer("moe-shared-expert-intermediate-size"),
+        "denseLayers": _dense_layers(found),
+        "router": None if softmax else "Sigmoid",
+        "renormalize": False if found.flag("moe-router-pre-softmax") and softmax else None,
+        "scaling": found.number("moe-router-topk-scaling-factor"),
+        "groups": found.integer("moe-router-num-groups"),
+        "groupsPerToken": found.integer("moe-router-group-topk"),
+        "capacityFactor": found.number("moe-expert-capacity-factor"),
+        "zLossWeight": found.number("moe-z-loss-coeff"),
+        **_balancing(found, notes),
+    }
+
+
+def _dense_layers(found: Settings) -> int | None:
+    """The first layers without a mixture, of a pattern such as `([0]*3+[1]*58)`. Other patterns have no equivalent."""
+    pattern = str(found.get("moe-layer-freq", "1")).replace(" ", "").strip("\"'()")
+    if (first := re.fullmatch(r"\[0\]\*(\d+)\+\[1\]\*\d+", pattern)) is not None:
+        return int(first[1])
+    if pattern not in ("1", "[1]*" + str(found.values.get("num-layers"))):
+        found.read.discard("moe-layer-freq")
+    return None
+
+
+def _balancing(found: Settings, notes: list[str]) -> dict[str, Any]:
+    """What balances the experts. Megatron-LM's auxiliary loss has no weight by default."""
+    kind, weight = str(found.get("moe-router-load-balancing-type", "aux_loss")), found.number("moe-aux-loss-coeff", 0.0)
+    auxiliary = bool(weight) and kind in ("aux_loss", "seq_aux_loss", "global_aux_loss")
+    if auxiliary and kind != "seq_aux_loss":
+        notes.append(f"the auxiliary loss is over each sequence, as with `seq_aux_loss`: {kind} is over more tokens")
+    if kind not in ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"):
+        found.read.discard("moe-router-load-balancing-type")
+    if found.flag("moe-router-enable-expert-bias"):
+        rate = found.number("moe-router-bias-update-rate")
+        return {"balancing": "Bias", "biasRate": rate, "auxiliaryWeight": weight if auxiliary else None}
+    return {"balancing": "Auxiliary", "auxiliaryWeight": weight} if auxiliary else {"balancing": "None"}
 
 
 def _fp8(found: Settings) -> dict[str, Any] | None:
@@ -245,7 +358,7 @@ def _training(found: Settings, batch: int | None) -> dict[str, Any]:
     if recomputation == "Full" and grouped > 1 and uniform:
         recomputation = "EveryK"
     return {
-        "steps": found.integer("train-iters"),
+        "steps": _steps(found, batch),
         "globalBatchSize": batch,
         "sequenceLength": found.integer("seq-length"),
         "seed": found.integer("seed"),
@@ -258,7 +371,7 @@ def _training(found: Settings, batch: int | None) -> dict[str, Any]:
         "optimizer": {
             "learningRate": found.number("lr"),
             "minLearningRate": found.number("min-lr"),
-            **_schedule(found),
+            **_schedule(found, batch),
             "weightDecay": found.number("weight-decay", 0.01),
             "beta1": found.number("adam-beta1"),
             "beta2": found.number("adam-beta2", 0.999),
@@ -268,11 +381,20 @@ def _training(found: Settings, batch: int | None) -> dict[str, Any]:
     }
 
 
-def _schedule(found: Settings) -> dict[str, Any]:
-    """Warm-up and decay. `--lr-decay-iters` has an equivalent only if it is the length of the run."""
+def _steps(found: Settings, batch: int | None) -> int | None:
+    """The length of the run, which may be in samples."""
+    samples = found.integer("train-samples")
+    return samples // batch if samples and batch else found.integer("train-iters")
+
+
+def _schedule(found: Settings, batch: int | None) -> dict[str, Any]:
+    """Warm-up and decay. A length of the decay has an equivalent only if it is that of the run."""
     warm_up, steps = found.integer("lr-warmup-iters"), found.integer("train-iters")
-    if found.integer("lr-decay-iters") not in (None, steps):
-        found.read.discard("lr-decay-iters")
+    if batch and (samples := found.integer("lr-warmup-samples")):
+        warm_up = -(-samples // batch)
+    for flag, run in (("lr-decay-iters", steps), ("lr-decay-samples", found.integer("train-samples"))):
+        if found.integer(flag) not in (None, run):
+            found.read.discard(flag)
     style = str(found.get("lr-decay-style", "linear"))
     if style == "WSD":
         form = str(found.get("lr-wsd-decay-style", "exponential"))

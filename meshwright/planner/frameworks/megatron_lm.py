@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from meshwright.api.mixture import Balancing, Router
@@ -30,6 +31,8 @@ CONTEXT_COMMUNICATION = {
     ContextMethod.ULYSSES: "a2a",
     ContextMethod.ALL_GATHER: "all_gather",
 }
+_ROPE_LIMITS = {(RopeScaling.LLAMA3, False): (1.0, 4.0, 8192), (RopeScaling.YARN, True): (1.0, 32.0, 4096)}
+"""Kind of the rescaling and whether attention is latent -> the limits that are constants of Megatron-LM."""
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 DECAYS = {
     RateDecay.COSINE: "cosine",
@@ -47,13 +50,24 @@ def _model_problem(model: Architecture) -> str:
         return f"a gated feed-forward layer with `{model.activation}` has no flag: only SiLU has one"
     if not model.gated and model.activation not in (Activation.GELU, Activation.GELU_TANH):
         return f"a feed-forward layer with `{model.activation}` without a gate has no flag"
-    if model.rope_scaling is not None and model.rope_scaling.kind is not RopeScaling.LLAMA3:
-        return "rotary positions rescaled with YaRN have no flag"
+    if not _has_rope_flags(model):
+        return "`model.ropeScaling` has no flags for these limits, and YaRN has flags only with `model.latent`"
     if model.mixture is not None and model.mixture.every != 1:
         return "`model.mixture.every` above 1 is not written"
+    if model.mixture is not None and model.mixture.router is Router.SIGMOID and not model.mixture.renormalize:
+        return "`model.mixture.renormalize: false` has no flag with `router: Sigmoid`"
     if model.value_size != model.head_size and model.latent is None:
         return "`model.valueSize` has no flag without `model.latent`"
     return ""
+
+
+def _has_rope_flags(model: Architecture) -> bool:
+    """Whether flags say how rotary positions are rescaled."""
+    scaling = model.rope_scaling
+    if scaling is None:
+        return True
+    limits = scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_length
+    return limits == _ROPE_LIMITS.get((scaling.kind, model.latent is not None))
 
 
 def _strategy_problem(model: Architecture, strategy: Strategy) -> str:
@@ -144,9 +158,11 @@ def _model(model: Architecture) -> Iterator[str]:
     yield from ("--norm-epsilon", number(model.norm_epsilon))
     if not model.biases:
         yield "--disable-bias-linear"
+    elif model.activation is Activation.GELU:
+        yield "--no-bias-gelu-fusion"  # which approximates it
     if model.attention_biases and not model.biases:
         yield "--add-qkv-bias"
-    if model.query_key_norms:
+    if model.query_key_norms or model.latent is not None:  # there it means the norms of the latents
         yield "--qk-layernorm"
     if not model.tie_embeddings:
         yield "--untie-embeddings-and-output-weights"
@@ -154,7 +170,7 @@ def _model(model: Architecture) -> Iterator[str]:
         yield from ("--position-embedding-type", "learned_absolute")
     else:
         yield from ("--position-embedding-type", "rope", "--rotary-base", str(int(model.rope_theta)))
-    if model.rope_scaling is not None:
+    if model.rope_scaling is not None and model.latent is None:
         yield from ("--use-rope-scaling", "--rope-scaling-factor", number(model.rope_scaling.factor))
     yield from _mixture(model)
 
@@ -173,6 +189,10 @@ def _latent(model: Architecture) -> Iterator[str]:
         yield from ("--q-lora-rank", str(latent.query_rank))
     yield from ("--qk-head-dim", str(model.head_size), "--qk-pos-emb-head-dim", str(latent.rope_size))
     yield from ("--v-head-dim", str(model.value_size))
+    if (scaling := model.rope_scaling) is not None:
+        # Rotary positions of latent attention are YaRN's, by default with a factor of 1.
+        scale = number((math.sqrt(scaling.score_factor) - 1) / (0.1 * math.log(scaling.factor)))
+        yield from ("--rotary-scaling-factor", number(scaling.factor), "--mscale", scale, "--mscale-all-dim", scale)
 
 
 def _mixture(model: Architecture) -> Iterator[str]:
@@ -187,6 +207,9 @@ def _mixture(model: Architecture) -> Iterator[str]:
     if mixture.shared_intermediate_size:
         yield from ("--moe-shared-expert-intermediate-size", str(mixture.shared_intermediate_size))
     yield from ("--moe-router-score-function", "sigmoid" if mixture.router is Router.SIGMOID else "softmax")
+    if mixture.router is Router.SOFTMAX and not mixture.renormalize:
+        # Otherwise the softmax is that over the chosen experts.
+        yield "--moe-router-pre-softmax"
     if mixture.scaling != 1:
         yield from ("--moe-router-topk-scaling-factor", number(mixture.scaling))
     if mixture.groups > 1:

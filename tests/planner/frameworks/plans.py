@@ -17,7 +17,10 @@ from meshwright_cli.plan.inventory_file import NodeEntry, nodes_of
 
 H100 = "NVIDIA-H100-80GB-HBM3"
 MODELS = {
-    "megatron-lm": ("llama-2-7b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "mixtral-8x7b", "gpt3-7.5b"),
+    "megatron-lm": (
+        *("llama-2-7b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "mixtral-8x7b", "gpt3-6.7b"),
+        *("qwen3-30b-a3b", "deepseek-v2-lite"),
+    ),
     "torchtitan": ("llama-3.1-8b", "llama-3.1-70b", "qwen3-32b"),
     "deepspeed": ("llama-2-7b", "llama-3.1-8b", "llama-3-70b"),
     "nanotron": ("llama-2-7b", "llama-2-13b", "llama-3-8b", "llama-3-70b"),
