@@ -189,6 +189,19 @@ def test_deepspeed_configuration(tmp_path: Path) -> None:
     assert any(one.startswith("to do: spec.training.steps") for one in comments)
 
 
+def test_dynamic_loss_scales(tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 2, "loss_scale": 0}
+    comments, spec = imported(tmp_path / "ds.json", json.dumps({"train_batch_size": 8, "fp16": fp16}))
+    assert spec["training"]["lossScale"] == {"initial": 4096, "growthInterval": 500}
+    assert [line for line in comments if "fp16" in line] == ["no equivalent: fp16.hysteresis"]
+    comments, _ = imported(tmp_path / "ds.json", json.dumps({"train_batch_size": 8, "fp16": {**fp16, "loss_scale": 8}}))
+    assert "no equivalent: fp16.loss_scale" in comments
+    arguments = "--num-layers 2 --fp16 --initial-loss-scale 65536 --loss-scale-window 100 --loss-scale 4\n"
+    comments, spec = imported(tmp_path / "m.sh", arguments)
+    assert spec["training"]["lossScale"] == {"initial": 65536, "growthInterval": 100}
+    assert "no equivalent: --loss-scale" in comments
+
+
 def test_torchtitan_configuration(tmp_path: Path) -> None:
     comments, spec = imported(tmp_path / "llama3_8b.toml", TITAN, "--gpus", 32)
     assert spec["replicas"] == 8

@@ -76,6 +76,7 @@ def _training(found: Settings, batch: int | None, automatic: set[str], notes: li
         "steps": found.integer("scheduler.params.total_num_steps"),
         "globalBatchSize": batch,
         "precision": precision,
+        "lossScale": _loss_scale(found) if precision == "fp16" else None,
         "optimizer": {
             **_schedule(found, notes),
             "weightDecay": found.number("optimizer.params.weight_decay"),
@@ -86,6 +87,14 @@ def _training(found: Settings, batch: int | None, automatic: set[str], notes: li
             "offloadPath": found.get("zero_optimization.offload_optimizer.nvme_path") if offload == "File" else None,
         },
     }
+
+
+def _loss_scale(found: Settings) -> dict[str, Any]:
+    """The dynamic scale. A fixed one has no equivalent."""
+    if found.number("fp16.loss_scale", 0.0) != 0:
+        found.read.discard("fp16.loss_scale")
+    power = found.integer("fp16.initial_scale_power")
+    return {"initial": None if power is None else 2**power, "growthInterval": found.integer("fp16.loss_scale_window")}
 
 
 def _schedule(found: Settings, notes: list[str]) -> dict[str, Any]:

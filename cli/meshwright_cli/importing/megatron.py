@@ -339,6 +339,12 @@ def _balancing(found: Settings, notes: list[str]) -> dict[str, Any]:
     return {"balancing": "Auxiliary", "auxiliaryWeight": weight} if auxiliary else {"balancing": "None"}
 
 
+def _loss_scale(found: Settings) -> dict[str, Any]:
+    """The dynamic scale. A fixed one has no equivalent."""
+    initial = found.number("initial-loss-scale")
+    return {"initial": None if initial is None else int(initial), "growthInterval": found.integer("loss-scale-window")}
+
+
 def _fp8(found: Settings) -> dict[str, Any] | None:
     """Products in fp8: formats and recipes of Transformer Engine that a job has too."""
     recipe = found.values.get("fp8-recipe", "delayed")
@@ -363,6 +369,7 @@ def _training(found: Settings, batch: int | None) -> dict[str, Any]:
         "sequenceLength": found.integer("seq-length"),
         "seed": found.integer("seed"),
         "precision": "bf16" if found.flag("bf16") else "fp16" if found.flag("fp16") else "fp32",
+        "lossScale": _loss_scale(found) if found.flag("fp16") else None,
         "fp8": _fp8(found),
         "dropout": found.number("hidden-dropout", 0.1),
         "attentionDropout": found.number("attention-dropout", 0.1),
