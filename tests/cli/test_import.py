@@ -189,6 +189,17 @@ def test_deepspeed_configuration(tmp_path: Path) -> None:
     assert any(one.startswith("to do: spec.training.steps") for one in comments)
 
 
+def test_gpus_of_a_worker(tmp_path: Path) -> None:
+    def gpus(text: str, *options: object) -> int:
+        return int(imported(tmp_path / "train.sh", text, *options)[1]["workers"]["gpusPerWorker"])
+
+    assert gpus("torchrun --nproc-per-node 4 --nnodes 2 pretrain_gpt.py --num-layers 2\n") == 4
+    assert gpus("python pretrain_gpt.py --num-layers 2 --tensor-model-parallel-size 2\n", "--gpus", 12) == 4
+    assert gpus("python pretrain_gpt.py --num-layers 2\n", "--gpus", 1) == 1
+    assert gpus("python pretrain_gpt.py --num-layers 2\n") == 8
+    assert gpus("python pretrain_gpt.py --num-layers 2\n", "--gpus", 8, "--gpus-per-worker", 2) == 2
+
+
 def test_dynamic_loss_scales(tmp_path: Path) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 2, "loss_scale": 0}
     comments, spec = imported(tmp_path / "ds.json", json.dumps({"train_batch_size": 8, "fp16": fp16}))

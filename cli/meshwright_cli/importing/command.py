@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from meshwright_cli.importing import deepspeed, kubernetes, megatron, torchtitan
 from meshwright_cli.importing.settings import Imported, ImportFileError
 from meshwright_cli.parameters import input_text
 
+GPUS_OF_A_NODE = 8
+_DEGREES = ("tensor", "pipeline", "context")
 _KINDS = list(kubernetes.KINDS)
 FORMATS = (
     "DeepSpeed's JSON, arguments of Megatron-LM, torchtitan's TOML, or the manifest of a "
@@ -32,7 +35,7 @@ FORMATS = (
 @click.option(
     "--gpus-per-worker",
     type=click.IntRange(1, 1024),
-    help="GPUs of a worker. Defaults to those of a pod in a manifest, to 8 for other files.",
+    help="GPUs of a worker. Defaults to those of a pod or of a torchrun in the file, else to 8 or fewer.",
 )
 @click.option("--preset", help="Model of the run, if the file does not have it.")
 @click.option(
@@ -56,7 +59,8 @@ def import_job(
         raise click.ClickException(f"{file}: not a text file in UTF-8") from None
     except ImportFileError as error:
         raise click.ClickException(f"{file}: {error}") from None
-    workers = {"image": "meshwright-worker:0.1.0", "gpusPerWorker": 8, **found.spec.get("workers", {})}
+    defaults = {"image": "meshwright-worker:0.1.0", "gpusPerWorker": _default_gpus(found.spec)}
+    workers = {**defaults, **found.spec.get("workers", {})}
     chosen = {"image": image, "gpusPerWorker": gpus_per_worker}
     workers |= {name: value for name, value in chosen.items() if value is not None}
     spec = {**found.spec, "workers": workers}
@@ -71,6 +75,14 @@ def import_job(
     for line in comments(found, job):
         click.echo(f"# {line}")
     click.echo(dump_document(job), nl=False)
+
+
+def _default_gpus(spec: Mapping[str, Any]) -> int:
+    """GPUs of a worker, by which the ranks divide."""
+    if spec.get("replicas") is None:
+        return GPUS_OF_A_NODE
+    degrees = spec.get("parallelism", {})
+    return gcd(GPUS_OF_A_NODE, spec["replicas"] * prod(degrees.get(name) or 1 for name in _DEGREES))
 
 
 def _text(file: Path) -> str:

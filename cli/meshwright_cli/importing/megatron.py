@@ -169,6 +169,7 @@ def read(text: str, gpus: int | None) -> Imported:
         },
         "training": _training(found, batch),
         "checkpoint": _checkpoint(found),
+        "workers": {"gpusPerWorker": _gpus_of_a_node(found, world)},
     }
     return Imported("Megatron-LM", without_none(spec), [f"--{name}" for name in found.unread], notes)
 
@@ -177,6 +178,12 @@ def _world(found: Settings) -> int | None:
     """The number of GPUs that torchrun's flags state."""
     local, nodes = found.get("nproc-per-node"), found.get("nnodes", 1)
     return int(local) * int(nodes) if str(local).isdecimal() and str(nodes).isdecimal() else None
+
+
+def _gpus_of_a_node(found: Settings, world: int | None) -> int | None:
+    """The ranks of a node by torchrun's flags, if all nodes have as many."""
+    local = str(found.get("nproc-per-node"))
+    return int(local) if local.isdecimal() and int(local) and world and world % int(local) == 0 else None
 
 
 def _experts(found: Settings, tensor: int) -> dict[str, Any]:
