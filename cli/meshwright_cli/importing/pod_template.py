@@ -55,6 +55,18 @@ def read_pods(template: Fields, container_names: tuple[str, ...]) -> Pods:
                 f"no equivalent: container `{other.get('name')}`: a profile of the administrator has `sidecars`"
             )
             other.ignore_all()
+    workers, gpus = _workers(template, spec, main, notes)
+    main.ignore("name", "ports", "tty", "stdin")
+    spec.ignore("restartPolicy", "dnsPolicy", "enableServiceLinks", "automountServiceAccountToken", "hostname")
+    notes += _of_profiles(spec)
+    command = [*main.words("command"), *main.words("args")]
+    if directory := main.get("workingDir"):
+        notes.append(f"no equivalent: workingDir: begin the command with `sh -c 'cd {directory} && exec ...'`")
+    return Pods(without_none(workers), command, gpus, spec.get("priorityClassName"), notes)
+
+
+def _workers(template: Fields, spec: Fields, main: Fields, notes: list[str]) -> tuple[dict[str, Any], int]:
+    """`spec.workers` without `gpusPerWorker`, and the number of GPUs of a pod."""
     resources, gpu_resource, gpus = _resources(main.child("resources"))
     if _TPU in resources["devices"]:
         notes.append(
@@ -63,8 +75,8 @@ def read_pods(template: Fields, container_names: tuple[str, ...]) -> Pods:
     volumes, shared_memory = _volumes(spec, main, notes)
     if shared_memory:
         resources["sharedMemory"] = shared_memory
-    grace = spec.integer("terminationGracePeriodSeconds")
-    workers = {
+    grace, scheduler = spec.integer("terminationGracePeriodSeconds"), spec.get("schedulerName")
+    return {
         "image": main.get("image"),
         "imagePullPolicy": main.get("imagePullPolicy"),
         "imagePullSecrets": [{"name": one.get("name")} for one in spec.children("imagePullSecrets")] or None,
@@ -74,22 +86,13 @@ def read_pods(template: Fields, container_names: tuple[str, ...]) -> Pods:
         "volumes": volumes or None,
         "labels": _keys(template, "labels", notes),
         "annotations": _keys(template, "annotations", notes),
-        "schedulerName": spec.get("schedulerName"),
+        "schedulerName": scheduler if scheduler != "default-scheduler" else None,
         "nodeSelector": spec.mapping("nodeSelector"),
         "tolerations": spec.get("tolerations"),
         "serviceAccountName": spec.get("serviceAccountName"),
         "terminationGracePeriodSeconds": None if grace is None else max(1, grace),
         **_identity(spec, main, notes),
-    }
-    if workers["schedulerName"] == "default-scheduler":
-        workers["schedulerName"] = None
-    main.ignore("name", "ports", "tty", "stdin")
-    spec.ignore("restartPolicy", "dnsPolicy", "enableServiceLinks", "automountServiceAccountToken", "hostname")
-    notes += _of_profiles(spec)
-    command = [*main.words("command"), *main.words("args")]
-    if directory := main.get("workingDir"):
-        notes.append(f"no equivalent: workingDir: begin the command with `sh -c 'cd {directory} && exec ...'`")
-    return Pods(without_none(workers), command, gpus, spec.get("priorityClassName"), notes)
+    }, gpus
 
 
 def _keys(template: Fields, name: str, notes: list[str]) -> dict[str, str]:
