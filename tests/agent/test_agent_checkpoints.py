@@ -53,3 +53,29 @@ async def test_a_checkpoint_counts_once_it_is_verified(
     assert report.progress.step == 2
     assert "the checkpoint of step 2 at" in agent.log
     assert "resumes from /c/step-7 at 7" in agent.log
+
+
+RELATIVE = """
+import json, os
+print("resumes from", os.environ["MESHWRIGHT_RESUME_PATH"], flush=True)
+report = open(os.environ["MESHWRIGHT_REPORT_FILE"], "a", buffering=1)
+report.write(json.dumps({"step": 1, "checkpoint": "step-1"}) + "\\n")
+"""
+
+
+async def test_a_relative_path_is_below_the_directory_of_the_checkpoints(
+    coordinator: Coordinator, start_agent: StartAgent
+) -> None:
+    """The next start got the path as it was reported, which led nowhere from the directory in which ranks start."""
+    agent = start_agent(MESHWRIGHT_CHECKPOINT_DIR="/c/job-1")
+    hellos = await coordinator.gang(1, above=0)
+    run = command_run(python(RELATIVE))
+    document = mesh(1, run, hellos, 1)
+    document.resume = CheckpointCommit(step=7, time="2026-01-01T00:00:00Z", path="step-7")
+    coordinator.announce(document)
+    await reported(coordinator, AgentState.COMPLETE, 1)
+    report = coordinator.last(0)
+    assert report is not None
+    assert report.checkpoint is not None
+    assert report.checkpoint.path == "/c/job-1/step-1"
+    assert "resumes from /c/job-1/step-7" in agent.log

@@ -19,6 +19,7 @@ from tests.gitops.test_health import EXAMPLES, documents
 REFERENCES = {
     "claimName": "PersistentVolumeClaim",
     "configMapName": "ConfigMap",
+    "scripts": "ConfigMap",
     "secretName": "Secret",
     "serviceAccountName": "ServiceAccount",
     "resourceClaimName": "ResourceClaim",

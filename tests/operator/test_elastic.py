@@ -353,6 +353,7 @@ async def test_a_run_that_ends_when_the_new_workers_are_ready_is_complete(seed: 
     assert world.true("job", "Complete"), world.condition("job", "Ready")
     assert world.status("job")["mesh"]["generation"] == generation
     assert size(world, "job") == 1
+    assert not world.true("job", "Rescaling")
 
 
 async def test_the_workers_that_stay_are_kept_however_long_the_job_waits_for_a_replacement() -> None:

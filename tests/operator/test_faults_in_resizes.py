@@ -5,6 +5,7 @@ An elastic job of two replicas has a node for each, and one to spare. The world 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Awaitable, Callable
 
@@ -186,6 +187,65 @@ async def test_a_job_that_is_deleted_meanwhile_leaves_nothing(phase: Fault) -> N
     world.submit(elastic("next", 3))
     await world.run(30)
     assert world.true("next", "Ready"), "its nodes are free"
+
+
+async def in_a_resize(phase: Fault) -> World:
+    world = World(8, nodes=3, work=FOREVER)
+    body = elastic("job", 2, minReplicas=1, maxReplicas=3, pauseSeconds=10)
+    body["spec"]["preemptible"] = True
+    world.submit(body)
+    await world.run(20)
+    await phase(world)
+    assert world.true("job", "Rescaling")
+    return world
+
+
+def assert_no_resize(world: World) -> None:
+    assert not world.true("job", "Rescaling"), world.condition("job", "Rescaling")
+    assert not world.status("job")["elastic"].get("nextPlacement")
+
+
+@pytest.mark.parametrize("phase", [growing, shrinking, moving])
+async def test_a_job_without_pods_resizes_no_more(phase: Fault) -> None:
+    """The condition stayed True as long as the job was suspended, and the alert of a resize that is stuck fired."""
+    world = await in_a_resize(phase)
+    edit(world, "job", suspend=True)
+    await world.run(100)
+    assert world.true("job", "Suspended")
+    assert_no_resize(world)
+
+
+async def test_a_job_that_is_stopped_for_another_one_resizes_no_more() -> None:
+    world = await in_a_resize(shrinking)
+    other = elastic("other", 3)
+    del other["spec"]["elastic"]
+    other["spec"]["priority"] = 10
+    world.submit(other)
+    await world.run(300)
+    assert world.true("other", "Ready")
+    assert not pods(world, "job")
+    assert_no_resize(world)
+
+
+async def test_a_job_that_has_failed_resizes_no_more() -> None:
+    world = await in_a_resize(growing)
+    edit(world, "job", activeDeadlineSeconds=1)
+    await world.run(5)
+    assert world.true("job", "Failed")
+    assert_no_resize(world)
+    await world.run(100)
+    assert not pods(world, "job")
+
+
+async def test_a_job_that_is_elastic_no_more_does_not_resize() -> None:
+    world = await in_a_resize(shrinking)
+    new = copy.deepcopy(world.cluster.objects[f"{JOBS}/job"])
+    del new["spec"]["elastic"]
+    new["metadata"]["generation"] += 1
+    world.cluster.update(f"{JOBS}/job", new)
+    await world.run(100)
+    assert world.true("job", "Ready")
+    assert not world.true("job", "Rescaling")
 
 
 async def test_a_budget_of_restarts_that_is_used_up_is_whole_again_after_its_window() -> None:

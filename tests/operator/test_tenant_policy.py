@@ -19,6 +19,7 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.policy import Policy, PolicyError, parse_policy
 from meshwright_operator.scheduling.policy_admission import spec_excess
 from tests.operator.queueing import Tenants
+from tests.operator.test_elastic import FOREVER, edit, elastic, pods, size
 from tests.operator.test_gang_races import small
 from tests.operator.world import JOBS, World
 
@@ -157,6 +158,9 @@ def test_a_process_does_not_start_without_the_administrators_bounds(tmp_path: Pa
             policy_file(path, OperatorMetrics(), lambda policy: None).load()
 
 
+FILLS = {"elastic": {"fill": True, "maxReplicas": 2}, "checkpoint": {"claimName": "c"}}
+
+
 @pytest.mark.parametrize(
     ("bounds", "fields", "words"),
     [
@@ -164,6 +168,7 @@ def test_a_process_does_not_start_without_the_administrators_bounds(tmp_path: Pa
         ("priority: {min: 0}", {"priority": -1}, "`spec.priority` is -1: use at least 0"),
         ("maxSpareNodes: 1", {"recovery": {"spareNodes": 9}}, "`spec.recovery.spareNodes` is 9: use at most 1"),
         ("maxReplicas: 1", {}, "`spec.replicas` is 2: use at most 1"),
+        ("maxReplicas: 1", FILLS, "`spec.elastic.maxReplicas` is 2: use at most 1"),
         ("maxGpusPerJob: 3", {}, "the job needs 4 GPUs: use at most 3"),
         ("maxGpusInUse: 3", {}, "the job needs 4 GPUs: all jobs of the namespace may use at most 3"),
     ],
@@ -319,3 +324,54 @@ async def test_finished_jobs_without_a_time_to_live_get_that_of_the_policy() -> 
     operator.scheduler.set_policy(parse_policy("namespaces: [{match: 'def*', ttlSecondsAfterFinished: 100}]"))
     await world.run(150)
     assert {path for path in world.cluster.objects if path.startswith(JOBS)} == {f"{JOBS}/kept"}
+
+
+@pytest.mark.parametrize(
+    ("bound", "words"),
+    [
+        ("maxReplicas: 2", "`spec.replicas` is 4: use at most 2"),
+        ("maxGpusPerJob: 4", "the job needs 8 GPUs: use at most 4"),
+    ],
+)
+async def test_an_elastic_job_does_not_grow_beyond_a_bound_of_one_job(bound: str, words: str) -> None:
+    """A job that had started within the bound could be scaled beyond it."""
+    world = World(29, nodes=4, work=FOREVER)
+    operator = world.operators[0]
+    operator.scheduler.set_policy(parse_policy(f"defaults: {{{bound}}}"))
+    world.submit(elastic("job", 2, maxReplicas=4))
+    await world.run(20)
+    edit(world, "job", replicas=4)
+    await world.run(120)
+    ready = world.condition("job", "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "PolicyExceeded")
+    assert words in ready["message"]
+    assert (size(world, "job"), len(world.agents)) == (2, 2)
+    assert operator.notes.reasons("job").count("PolicyExceeded") == 1
+    operator.scheduler.set_policy(Policy())
+    await world.run(60)
+    assert (size(world, "job"), world.true("job", "Ready")) == (4, True)
+
+
+async def test_an_elastic_job_gets_back_what_it_had_before_a_bound() -> None:
+    world = World(30, nodes=4, work=FOREVER)
+    world.submit(elastic("job", 4, onLoss="Shrink", pauseSeconds=10))
+    await world.run(20)
+    world.operators[0].scheduler.set_policy(parse_policy("defaults: {maxReplicas: 2}"))
+    world.crash(max(pods(world, "job")))
+    await world.run(60)
+    assert world.operators[0].notes.reasons("job").count("Rescaled") == 2, "smaller, and then as large as before"
+    assert (size(world, "job"), world.true("job", "Ready")) == (4, True)
+
+
+async def test_a_suspended_elastic_job_does_not_resume_beyond_a_bound() -> None:
+    world = World(31, nodes=4, work=FOREVER)
+    operator = world.operators[0]
+    operator.scheduler.set_policy(parse_policy("defaults: {maxReplicas: 2}"))
+    world.submit(elastic("job", 2, maxReplicas=4))
+    await world.run(20)
+    edit(world, "job", suspend=True)
+    await world.run(60)
+    edit(world, "job", suspend=False, replicas=4)
+    await world.run(60)
+    assert size(world, "job") == 2
+    assert world.condition("job", "Ready")["reason"] == "PolicyExceeded"

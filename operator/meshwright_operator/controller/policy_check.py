@@ -14,7 +14,7 @@ from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.observed import Observed, has_started
 from meshwright_operator.scheduling.policy import Bounds
-from meshwright_operator.scheduling.policy_admission import POLICY_EXCEEDED, spec_excess
+from meshwright_operator.scheduling.policy_admission import POLICY_EXCEEDED, size_excess, spec_excess
 
 NO_AGENT_IMAGE = "NoAgentImage"
 """Reason of a job that wants an agent of which the operator has no image."""
@@ -48,13 +48,34 @@ def check_policy(observed: Observed, namespace: str, bounds: Bounds) -> Observed
         return replace(observed, default_ttl=bounds.ttl_seconds_after_finished)
     if observed.spec.suspend:
         return observed
-    excess = spec_excess(observed.spec, observed.plan, namespace, bounds)
+    excess = spec_excess(observed.elastic or observed.spec, observed.plan, namespace, bounds)
     if not excess:
-        return observed
+        return _bounded_growth(observed, namespace, bounds)
     if observed.fallback is not None:
         text = f"The edit cannot be applied: {excess}"
         return replace(observed.fallback, blocked_edit=BlockedEdit(POLICY_EXCEEDED, text, retryable=False))
     resumes = is_true(observed.status.conditions, SUSPENDED)
     if has_started(observed.status) and not resumes:
-        return observed
+        return _bounded_growth(observed, namespace, bounds)
     raise JobRejectedError(POLICY_EXCEEDED, excess)
+
+
+def _bounded_growth(observed: Observed, namespace: str, bounds: Bounds) -> Observed:
+    """The job without sizes that an edit of its number of replicas wants, and that exceed a bound.
+
+    Sizes up to the number that it wanted before are those of lost workers, which are replaced whatever the policy says.
+    """
+    elastic = observed.status.elastic
+    if elastic is None or not elastic.wanted_replicas or not has_started(observed.status):
+        return observed
+    known = max(elastic.wanted_replicas, observed.plan.layout.data)
+    larger = [plan for plan in observed.size_plans if plan.layout.data > known and not plan.replanned]
+    if not larger:
+        return observed
+    largest = max(larger, key=lambda plan: plan.layout.data)
+    excess = size_excess(observed.elastic or observed.spec, largest, namespace, bounds)
+    if not excess:
+        return observed
+    blocked = BlockedEdit(POLICY_EXCEEDED, f"The edit cannot be applied: {excess}", retryable=False)
+    left = [plan for plan in observed.size_plans if plan not in larger]
+    return replace(observed, size_plans=left, blocked_edit=observed.blocked_edit or blocked)

@@ -111,6 +111,7 @@ def _clean_up_finished(decision: Decision) -> None:
     if not lifecycle.has_result(decision.status):
         _report_lost_result(decision)
     update_observed_generation(decision.status, decision.observed.generation)
+    resize.end(decision, "it has ended")
     decision.delete_live_pods()
     observed = decision.observed
     left = lifecycle.ttl_left(observed.spec, decision.status, observed.now, observed.default_ttl)
@@ -203,6 +204,7 @@ def _suspend(decision: Decision) -> None:
     """Deletes the pods, which save a checkpoint before they exit."""
     observed, status = decision.observed, decision.status
     world = observed.plan.layout.world_size
+    resize.end(decision, "it is suspended")
     status.ready_ranks = f"0/{world}"
     status.tokens_per_second = status.eta_seconds = None
     if status.active_since is not None:

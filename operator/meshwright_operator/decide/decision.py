@@ -119,7 +119,7 @@ class Decision:
 
     def delete_live_pods(self) -> None:
         """Deletes every live pod that is not being deleted yet."""
-        self.delete += [pod for pod in self.observed.live_pods if not pod.deleting]
+        self.delete += [pod for pod in self.observed.live_pods if not pod.deleting and pod not in self.delete]
 
     def add_cause_event(self, cause: RestartCause, message: str) -> None:
         """Adds the event of a cause."""

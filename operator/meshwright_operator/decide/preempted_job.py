@@ -106,13 +106,17 @@ def _begin(decision: Decision, stop: Stop) -> None:
 def _hold(decision: Decision, stop: Stop, message: str) -> None:
     """Reports that no ranks train, and that the pods stay or end."""
     observed = decision.observed
-    if observed.joining and observed.status.elastic is not None and observed.status.elastic.next_placement is not None:
-        whose = f"job {observed.preempted_by}" if observed.preempted_by else "the queue"
-        resize.abandon_growth(decision, f"{whose} needs its nodes", failed=False)
+    elastic = decision.status.elastic
+    if observed.joining and elastic is not None and elastic.next_placement is not None:
+        resize.abandon_growth(decision, f"{_for_whom(observed)} needs its nodes", failed=False)
     decision.status.ready_ranks = f"0/{observed.plan.layout.world_size}"
     decision.status.tokens_per_second = decision.status.eta_seconds = None
     decision.job_state(stop.reason, message, stalled=stop.reason == QUEUE_UNAVAILABLE)
     decision.requeue_within(CHECK_SECONDS if observed.live_pods else WAITING_RETRY_SECONDS)
+
+
+def _for_whom(observed: Observed) -> str:
+    return f"job {observed.preempted_by}" if observed.preempted_by else "the queue"
 
 
 def _release(decision: Decision, stop: Stop) -> None:
@@ -127,6 +131,7 @@ def _release(decision: Decision, stop: Stop) -> None:
         decision.add_event(PREEMPTED, stop.why)
     elif not live and not waits and stop.reason != PREEMPTED:
         decision.add_event(stop.reason, stop.stopped, WARNING if stop.reason == QUEUE_UNAVAILABLE else NORMAL)
+    resize.end(decision, f"{_for_whom(observed)} needs its nodes")
     if status.placement is not None and status.placement.spares:
         status.placement = status.placement.model_copy(update={"spares": []})
     if not live and stop.reason != PREEMPTED and status.active_since is not None:

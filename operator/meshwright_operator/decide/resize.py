@@ -57,6 +57,7 @@ def update_size(decision: Decision) -> bool:
     """
     observed = decision.observed
     if observed.elastic is None:
+        end(decision, "`elastic` was removed")
         decision.status.elastic = None
         return False
     status = elastic_status(decision)
@@ -373,6 +374,14 @@ def _problem(observed: Observed) -> str | None:
     if observed.audible_seconds(sizing.state(observed).growing_since) >= START_SECONDS:
         return f"they were not ready within {START_SECONDS:.0f} s"
     return None
+
+
+def end(decision: Decision, why: str) -> None:
+    """Ends whatever resize is under way, because the job keeps no pods: it is suspended, stopped or has finished."""
+    if decision.status.elastic is not None and decision.status.elastic.next_placement is not None:
+        abandon_growth(decision, why, failed=False)
+    elif is_true(decision.status.conditions, names.RESCALING):
+        decision.condition(names.RESCALING, False, "ResizeEnded", f"The job does not change its size, because {why}")
 
 
 def forget_growth(decision: Decision) -> None:

@@ -17,7 +17,7 @@ def spec_excess(spec: ParallelTrainingJobSpec, plan: Plan, namespace: str, bound
         *_over("spec.priority", spec.priority, bounds.priority.max),
         *_under("spec.priority", spec.priority, bounds.priority.min),
         *_over("spec.recovery.spareNodes", spec.recovery.spare_nodes, bounds.max_spare_nodes),
-        *_over("spec.replicas", replicas, bounds.max_replicas),
+        *_over(_size_field(spec), replicas, bounds.max_replicas),
         *_outside(spec, namespace, bounds.checkpoint_prefixes),
     ]
     if bounds.max_gpus_per_job is not None and gpus > bounds.max_gpus_per_job:
@@ -26,6 +26,24 @@ def spec_excess(spec: ParallelTrainingJobSpec, plan: Plan, namespace: str, bound
         problems.append(
             f"the job needs {counted(gpus, 'GPU')}: all jobs of the namespace may use at most {bounds.max_gpus_in_use}"
         )
+    return _not_allowed(namespace, problems)
+
+
+def size_excess(spec: ParallelTrainingJobSpec, plan: Plan, namespace: str, bounds: Bounds) -> str:
+    """Why the policy does not allow a job of the namespace to have this size, whatever else runs. Empty if it does."""
+    gpus, limit = plan.layout.world_size, bounds.max_gpus_per_job
+    problems = _over(_size_field(spec), plan.layout.data, bounds.max_replicas)
+    if limit is not None and gpus > limit:
+        problems.append(f"the job needs {counted(gpus, 'GPU')}: use at most {limit}")
+    return _not_allowed(namespace, problems)
+
+
+def _size_field(spec: ParallelTrainingJobSpec) -> str:
+    """The field that says how many replicas the job has if there are enough nodes."""
+    return "spec.elastic.maxReplicas" if spec.elastic is not None and spec.elastic.fill else "spec.replicas"
+
+
+def _not_allowed(namespace: str, problems: list[str]) -> str:
     if not problems:
         return ""
     return f"The administrator's policy for namespace {namespace} does not allow the job: {'; '.join(problems)}"

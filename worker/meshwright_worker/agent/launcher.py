@@ -206,7 +206,10 @@ class Launcher:
                 if rank == 0:
                     warn_of_launcher(run.command)
                     handle = replace(
-                        handle, patterns=_log_patterns(run), checkpoints=self._checkpoints(run, full_environment)
+                        handle,
+                        patterns=_log_patterns(run),
+                        checkpoints=self._checkpoints(run, full_environment),
+                        checkpoint_directory=self._settings.checkpoint_dir,
                     )
         except (ForkServerError, OSError, ValueError) as error:
             raise LaunchError(f"rank {rank} cannot be started: {error}") from error

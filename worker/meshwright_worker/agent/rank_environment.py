@@ -11,6 +11,7 @@ from meshwright.layout import Layout
 from meshwright.protocol.messages import MeshDocument, MeshMember, ReplicaGroup, ReplicaGroups
 from meshwright.protocol.run_config import CommandRun, NativeRun, Run
 from meshwright_worker.agent.settings import Settings
+from meshwright_worker.command.saved_checkpoints import place_of
 from meshwright_worker.rank.task import RankTask
 
 COMMUNICATION_VARIABLE = re.compile(r"(NCCL|RCCL|OFI|FI|UCX|SHARP|GLOO|IBV|MLX5)_[A-Z0-9_]+")
@@ -97,7 +98,8 @@ def _storage_variables(document: MeshDocument, settings: Settings) -> dict[str, 
     variables = {name: value for name, value in found.items() if value}
     if document.resume is not None:
         variables |= {
-            labels.ENV_RESUME_PATH: document.resume.path,
+            # Agents before 0.2 reported a relative path as it was.
+            labels.ENV_RESUME_PATH: place_of(settings.checkpoint_dir, document.resume.path),
             labels.ENV_RESUME_STEP: str(document.resume.step),
         }
     return variables

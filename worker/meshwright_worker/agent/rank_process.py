@@ -182,6 +182,8 @@ class RankHandle:
     """Finds the progress of the user's command in its log. None if nothing is searched."""
     checkpoints: SavedCheckpoints | None = None
     """Verifies and retains the checkpoints that the user's command reports. None if each counts, and all stay."""
+    checkpoint_directory: str | None = None
+    """Where the checkpoints are that the user's command reports with a relative path."""
     error_file: Path | None = None
     """Where the user's command records why it fails, if it uses torch's `@record`."""
     written: RankOutput = field(default_factory=RankOutput)
@@ -241,7 +243,7 @@ class _ProgressWatch:
     def __init__(self, handle: RankHandle, generation: int, event_queue: EventQueue) -> None:
         self._rank, self._generation, self._event_queue = handle.rank, generation, event_queue
         self._patterns = handle.patterns
-        self._progress = CommandProgress()
+        self._progress = CommandProgress(handle.checkpoint_directory)
         self._warned = False
         self._checkpoints = handle.checkpoints
         self._saved: messages.CheckpointSaved | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from meshwright_worker.command.report_line import ReportedStep, ReportedWork
+from meshwright_worker.command.saved_checkpoints import place_of
 from meshwright_worker.rank import messages
 from meshwright_worker.rank.task import LEAST_SECONDS, StepReport, Work
 
@@ -13,9 +14,14 @@ MIN_SECONDS = 0.02
 
 
 class CommandProgress:
-    """The progress of one rank. The time of a step is measured between two reports."""
+    """The progress of one rank. The time of a step is measured between two reports.
 
-    def __init__(self) -> None:
+    Args:
+        directory: The checkpoints' directory, if the job has one.
+    """
+
+    def __init__(self, directory: str | None = None) -> None:
+        self._directory = directory
         self._last: ReportedStep | None = None
         self._last_at = 0.0
         self._left_out: ReportedStep | None = None
@@ -59,7 +65,7 @@ class CommandProgress:
             self._left_out = found
         if found.checkpoint is not None and self._checkpoint != (found.step, found.checkpoint):
             self._checkpoint = found.step, found.checkpoint
-            sent.append(messages.CheckpointSaved(found.step, found.checkpoint, 0.0))
+            sent.append(messages.CheckpointSaved(found.step, place_of(self._directory, found.checkpoint), 0.0))
         return sent
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import posixpath
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,11 @@ LAST_CHARACTERS = 500
 """Characters of the output of a verification that are logged if it fails."""
 
 
+def place_of(directory: str | None, path: str) -> str:
+    """Where a reported checkpoint is: a path that is neither absolute nor a URI is below the checkpoints' directory."""
+    return path if directory is None or "://" in path else posixpath.join(directory, path)
+
+
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoints:
     """What to do with the checkpoints of one job."""
@@ -44,7 +50,7 @@ class SavedCheckpoints:
 
     async def accept(self, step: int, path: str) -> bool:
         """Whether a checkpoint counts. If it does, the oldest ones may be deleted."""
-        place = str(self.directory / path) if self.directory is not None else path
+        place = place_of(str(self.directory) if self.directory is not None else None, path)
         if self.verify is not None and not await self._is_valid(step, place):
             return False
         if self.keep is not None and self.directory is not None:
