@@ -18,7 +18,7 @@ from meshwright_worker.agent.events import RankExited
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright_worker.in_memory.generation import PATIENCE_SECONDS
-from tests.distributed.fatal_runtime import COPYING, JOINING, POINTS
+from tests.distributed.fatal_runtime import COPYING, JOINING, POINTS, SAVING
 from tests.distributed.memory_gang import JOB, Gang, gang_of
 from tests.distributed.memory_kills import (
     LAYOUTS,
@@ -97,6 +97,20 @@ async def test_ranks_may_go_back_behind_the_newest_checkpoint(tmp_path: Path, te
     gang = await compare([Kill(8, "backward", (1,))], options, tmp_path, text, MemoryCopies(every_steps=4, shift=2))
     assert [memory.step for memory in gang.memories] == [4], "and checkpoints of steps 5 and 6 are complete"
     assert CheckpointDirectory(tmp_path / "disturbed").steps() == [*range(11, -1, -1)]
+
+
+@pytest.mark.parametrize("point", ["updated", SAVING])
+async def test_a_checkpoint_that_a_loss_interrupts_is_saved_after_the_next_step(
+    point: str, tmp_path: Path, text: Path
+) -> None:
+    """The next one was that of the next interval, which may be hours away."""
+    async with gang_of(run_of(11, data=2, every=4, keep=20), tmp_path, text) as gang:
+        await gang.start(fatal={1: f"4:{point}:1"})
+        await gang.recover()
+        await gang.finish()
+    (memory,) = gang.memories
+    assert memory.step >= 4
+    assert CheckpointDirectory(tmp_path).steps() == [11, 8, memory.step + 1]
 
 
 async def test_the_record_of_a_checkpoint_outlives_rank_0_and_a_damaged_checkpoint(tmp_path: Path, text: Path) -> None:

@@ -237,6 +237,12 @@ class CheckpointManager:
                 record = continued(known, own, step)
             self._template = self._template.model_copy(update={"provenance": record})
 
+    def overdue(self, step: int) -> list[int]:
+        """The tiers whose last checkpoint was interrupted, if ranks go on after `step` from memory. Collective."""
+        if not self._from_memory:
+            return []
+        return on_first_rank(lambda: self._schedule.overdue(step), self._mesh) or []
+
     def origin(self) -> Origin | None:
         """What checkpoints to come say about the beginning, on every rank, so that it outlives rank 0. Collective."""
         return on_first_rank(lambda: origin_of(self._template), self._mesh)

@@ -121,6 +121,8 @@ class TrainingLoop:
         if self._mesh.rank == 0 or self._sums_digest:
             self._digest.value = state.digest
         self._first = first = state.step + 1
+        if self._checkpoint_manager is not None:
+            self._requests.postpone(self._checkpoint_manager.overdue(state.step))
         self._save_beginning(state)
         stopped = False
         for number in range(first, self._training.steps + 1):
