@@ -25,6 +25,7 @@ _SEPARATOR_TOKENS = (
 """Tokens that end a document, of GPT-2 and Qwen, Llama 3, Llama 1, Gemma, ..., DeepSeek, ..., Cohere. The first that
 exists.
 """
+_BPE_FILE = "tokenizer.json"
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/=]+ \d+\n")
 
 
@@ -85,7 +86,7 @@ class BPETokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exception
             raise DataError(
-                f"{path} is not a valid tokenizer.json: {_what_it_is(content, Kind.BPE) or error}"
+                f"{path} is not a valid tokenizer.json: {_what_it_is(path, content, Kind.BPE) or error}"
             ) from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -127,7 +128,7 @@ class SentencePieceTokenizer:
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError) as error:
-            found = _what_it_is(content, Kind.SENTENCE_PIECE) or error
+            found = _what_it_is(path, content, Kind.SENTENCE_PIECE) or error
             raise DataError(f"{path} is not a valid SentencePiece model: {found}") from error
         self.separator = int(self._model.eos_id())
         if self.separator < 0:
@@ -165,14 +166,16 @@ def _content(path: Path) -> bytes:
         raise DataError(f"`data.tokenizerFile`: {path} cannot be read: {error.strerror}") from error
 
 
-def _what_it_is(content: bytes, expected: Kind) -> str:
+def _what_it_is(path: Path, content: bytes, expected: Kind) -> str:
     """What a file is if it is not the `expected` kind of tokenizer, and what to do. Empty if it is not known."""
     try:
         fields = json.loads(content)
     except ValueError:
         fields = None
     if isinstance(fields, dict) and not isinstance(fields.get("model"), dict):
-        return "it is another JSON file of the model: set `data.tokenizerFile` to `tokenizer.json`"
+        if path.name == _BPE_FILE or not fields:
+            return "it has no `model`: copy the file from the model's repository again"
+        return f"it is another JSON file of the model: set `data.tokenizerFile` to `{_BPE_FILE}`"
     if _TIKTOKEN_LINE.match(content):
         return "it is a tiktoken file: use the model's `tokenizer.json` and `data.tokenizer: BPE`"
     # The first field of a SentencePiece model is a list of pieces: field 1, with a length.

@@ -300,6 +300,17 @@ def test_a_step_that_was_repeated_counts_once(tmp_path: Path):
     assert [(point.step, point.loss) for point in read_history(path).points] == [(1, 3.0), (2, 2.5), (3, 1.0)]
 
 
+def test_lines_that_are_no_records_are_left_out_and_named(tmp_path: Path):
+    """After the crash of a node, a file may have zeros in the middle. The report was an error."""
+    lines = ['{"step": 1, "loss": 3.0}', "\0" * 20, '{"step": 2, "loss": 2.0}', "[1]", '{"step": 3, "loss": 1.0}', ""]
+    path = write(tmp_path / "h.jsonl", "\n".join(lines))
+    assert [(point.step, point.loss) for point in read_history(path).points] == [(1, 3.0), (2, 2.0), (3, 1.0)]
+    page = tmp_path / "r.html"
+    result = run(write(tmp_path / "job.yaml", yaml.safe_dump(manifest())), "--history", path, "-o", page)
+    assert result.exit_code == 0, result.output
+    assert "h.jsonl: 2 lines that are no records are left out; line 2: not valid JSON" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -52,6 +52,10 @@ def test_the_wrong_file_of_a_model_is_named(tmp_path: Path, sentencepiece_file: 
     ):
         with pytest.raises(DataError, match=f"is not a valid .*{says}"):
             open_tokenizer(kind, file)
+    right.write_text("{}")
+    for kind in (Kind.BPE, Kind.SENTENCE_PIECE):
+        with pytest.raises(DataError, match="tokenizer.json is not a valid .*: it has no `model`: copy the file"):
+            open_tokenizer(kind, right)
     right.write_text('{"model": {"type": "BPE"}}')
     with pytest.raises(DataError, match="is not a valid tokenizer.json: (?!set)"):
         open_tokenizer(Kind.BPE, right)

@@ -32,7 +32,18 @@ from meshwright_worker.optimizers.master_adamw import MasterAdamW
 from meshwright_worker.trainer.train import preload, preload_for, train
 from meshwright_worker.trainer.trainer import StepGate, Trainer
 
-__all__ = ["COPYING", "JOINING", "PASSES", "POINTS", "SAVING", "preload", "preload_for", "supervisor", "train"]
+__all__ = [
+    "COPYING",
+    "EVALUATING",
+    "JOINING",
+    "PASSES",
+    "POINTS",
+    "SAVING",
+    "preload",
+    "preload_for",
+    "supervisor",
+    "train",
+]
 
 POINTS = ("forward", "backward", "reduction", "reduced", "agreed", "update", "updated")
 """Where in a step a rank can be killed, in order."""
@@ -44,6 +55,9 @@ COPYING = "copying"
 
 SAVING = "saving"
 """The point of a rank whose thread begins to write its part of a checkpoint: it may be in a later step by then."""
+
+EVALUATING = "evaluating"
+"""The point of a rank that has made a step's update, and evaluates."""
 
 PASSES = ("forward", "backward")
 """The points that a step of several micro-batches reaches several times."""
@@ -179,5 +193,6 @@ _in_backward()
 _joining()
 _around(Trainer, "_gradients", before="reduction", after="reduced")
 _around(Trainer, "_agree", after="agreed")
+_around(Trainer, "evaluate", before=EVALUATING)
 for _optimizer in (AdamW, MasterAdamW):
     _around(_optimizer, "step", before="update", after="updated")

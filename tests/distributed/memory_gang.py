@@ -56,6 +56,8 @@ class Gang:
     """What the ranks held before each recovery."""
     losses: dict[int, str] = field(default_factory=dict)
     """Step -> its loss, exactly, as rank 0 has told it last."""
+    evaluations: dict[int, str] = field(default_factory=dict)
+    """Step -> the loss of its evaluation, exactly."""
     exited: set[int] = field(default_factory=set)
     lost: bool = False
     """Whether a rank of the current generation has exited: its exit may arrive before other ranks' first messages."""
@@ -119,6 +121,8 @@ class Gang:
                 self.lost = True
             case RankMessageReceived(rank=0, message=messages.StepDone(report=report)):
                 self.losses[report.step] = report.loss.hex()
+                if report.evaluation_loss is not None:
+                    self.evaluations[report.step] = report.evaluation_loss.hex()
             case RankMessageReceived(rank=rank, message=messages.Finished(outcome=outcome)):
                 self.outcomes[rank] = outcome
             case RankMessageReceived(rank=rank, message=messages.Held() as held):

@@ -15,7 +15,12 @@ from meshwright.manifest_checksum import with_checksum
 from meshwright.models.presets import PRESETS
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import CheckpointError, CheckpointVolumeError, ForeignCheckpointError
+from meshwright_worker.checkpoint.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointVolumeError,
+    ForeignCheckpointError,
+)
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.checkpoint.loader import find_checkpoint_on_mesh, newest_intact
 from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, LayoutRecord, Manifest, TrainingState
@@ -81,7 +86,7 @@ def choose(task: RankTask, roots: list[str]) -> tuple[int | str, list[str]]:
         with kept_mesh(task) as mesh:
             found = newest_intact(CheckpointDirectory(Path(roots[task.rank])), mesh, Manifest)
             return found.state.step if found else 0, warnings.texts
-    except (CheckpointVolumeError, ForeignCheckpointError) as error:
+    except (CheckpointMismatchError, CheckpointVolumeError, ForeignCheckpointError) as error:
         text = f"{classify(error)}: {describe(error)}"
         for root in roots:
             text = text.replace(root, "DIR")
@@ -249,3 +254,28 @@ def test_each_rank_of_a_split_model_verifies_its_share(pool: RankPool, directory
     assert first == second
     assert "rank 1 cannot" in first
     assert "rank 0" not in first
+
+
+def test_a_renamed_checkpoint_fails_the_start_and_is_named(pool: RankPool, directory: CheckpointDirectory) -> None:
+    directory.path(30).rename(directory.path(50))
+    error, _ = chosen(pool, directory.root, directory.root)
+    assert str(error).startswith(
+        "CheckpointIncompatible: DIR/step-00000050 contains the checkpoint of step 30, as its meshwright.json says"
+    )
+    assert str(error).endswith("Rename it to step-00000030, or move it away")
+    assert directory.steps() == [50, 20, 10]
+    directory.path(50).rename(directory.path(30))
+    assert chosen(pool, directory.root, directory.root) == (30, [])
+
+
+def test_a_directory_in_place_of_a_file_does_not_count_as_storage_that_is_away(
+    pool: RankPool, directory: CheckpointDirectory
+) -> None:
+    (directory.path(30) / MANIFEST).unlink()
+    (directory.path(30) / MANIFEST).mkdir()
+    (directory.path(20) / "b").unlink()
+    (directory.path(20) / "b").mkdir()
+    step, warnings = chosen(pool, directory.root, directory.root)
+    assert step == 10
+    assert f"{directory.path(30)} has no file {MANIFEST}, and does not count as a checkpoint" in warnings[0]
+    assert f"{directory.path(20) / 'b'} is damaged: it is a directory" in warnings[1]

@@ -14,11 +14,12 @@ import pytest
 
 from meshwright.memory_recovery import plan_recovery
 from meshwright.protocol.messages import MemoryCopies, MemoryRecovery
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.events import RankExited
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright_worker.in_memory.generation import PATIENCE_SECONDS
-from tests.distributed.fatal_runtime import COPYING, JOINING, POINTS
+from tests.distributed.fatal_runtime import COPYING, EVALUATING, JOINING, POINTS, SAVING
 from tests.distributed.memory_gang import JOB, Gang, gang_of
 from tests.distributed.memory_kills import (
     LAYOUTS,
@@ -97,6 +98,54 @@ async def test_ranks_may_go_back_behind_the_newest_checkpoint(tmp_path: Path, te
     gang = await compare([Kill(8, "backward", (1,))], options, tmp_path, text, MemoryCopies(every_steps=4, shift=2))
     assert [memory.step for memory in gang.memories] == [4], "and checkpoints of steps 5 and 6 are complete"
     assert CheckpointDirectory(tmp_path / "disturbed").steps() == [*range(11, -1, -1)]
+
+
+@pytest.mark.parametrize(
+    ("copies", "steps", "victim"),
+    [
+        pytest.param(None, 4, 0, id="rank 0 in the last step"),
+        pytest.param(None, 11, 1, id="another rank"),
+        pytest.param(MemoryCopies(every_steps=1, shift=1), 4, 0, id="copies"),
+    ],
+)
+async def test_what_is_left_of_a_step_after_its_update_is_done_after_a_loss(
+    copies: MemoryCopies | None, steps: int, victim: int, tmp_path: Path, text: Path
+) -> None:
+    """Its evaluation, its report and its checkpoint were missing. The next ones may be hours away, or never come."""
+    evaluation = {"every_steps": 4, "samples": 10}
+    run = run_of(steps, data=2, every=4, keep=20, zero=0 if copies is None else 3, training={"evaluation": evaluation})
+    run = run.model_copy(update={"data": run.data.model_copy(update={"held_out": 0.2})})
+    expected = await losses_of(run, tmp_path / "expected", text)
+    async with gang_of(run, tmp_path / "actual", text, copies) as gang:
+        await gang.start(fatal={victim: f"4:{EVALUATING}:1"})
+        await gang.recover()
+        await gang.finish()
+    assert copies is not None or [memory.step for memory in gang.memories] == [4]
+    assert (gang.losses, gang.evaluations) == expected
+    assert expected[1].keys() == {step for step in (4, 8, 11) if step <= steps}
+    steps_saved = CheckpointDirectory(tmp_path / "expected").steps()
+    assert CheckpointDirectory(tmp_path / "actual").steps() == steps_saved
+    for step in steps_saved:
+        assert_same(tmp_path / "actual", tmp_path / "expected", step)
+
+
+async def losses_of(run: NativeRun, root: Path, text: Path) -> tuple[dict[int, str], dict[int, str]]:
+    """Step -> its loss, and that of its evaluation, of a run without a loss of ranks."""
+    async with gang_of(run, root, text) as gang:
+        await gang.start()
+        await gang.finish()
+    return gang.losses, gang.evaluations
+
+
+async def test_a_save_that_a_loss_interrupts_is_made_up_after_the_next_step(tmp_path: Path, text: Path) -> None:
+    """The next one was that of the next interval, which may be hours away."""
+    async with gang_of(run_of(11, data=2, every=4, keep=20), tmp_path, text) as gang:
+        await gang.start(fatal={1: f"4:{SAVING}:1"})
+        await gang.recover()
+        await gang.finish()
+    (memory,) = gang.memories
+    assert memory.step >= 4
+    assert CheckpointDirectory(tmp_path).steps() == [11, 8, memory.step + 1]
 
 
 async def test_the_record_of_a_checkpoint_outlives_rank_0_and_a_damaged_checkpoint(tmp_path: Path, text: Path) -> None:

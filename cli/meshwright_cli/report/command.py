@@ -109,7 +109,9 @@ def read_steps(path: Path | None) -> History | None:
 
 def with_history(inputs: ReportInputs, history: History | None) -> ReportInputs:
     """Return the inputs with the steps of a file, if there is one."""
-    return inputs if history is None else replace(inputs, history=history)
+    if history is None:
+        return inputs
+    return replace(inputs, history=history, notes=(*inputs.notes, *([history.note] if history.note else [])))
 
 
 def _plan_inputs(path: Path, inventory: Path | None, gpus: int | None, gpu: str, site: SiteFabric) -> ReportInputs:

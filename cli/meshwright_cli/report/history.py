@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +45,25 @@ class History:
 
     points: Sequence[Point] = ()
     marks: Sequence[Mark] = ()
+    note: str = ""
+    """Lines of the file that are left out."""
 
     def with_point(self, point: Point) -> History:
         """Return a history that ends with this step. Steps from it on are replaced: a restart repeats them."""
         kept = [one for one in self.points if one.step < point.step]
-        return History((*kept, point), self.marks)
+        return replace(self, points=(*kept, point))
 
     def with_marks(self, marks: Iterable[Mark]) -> History:
         """Return a history with further marks."""
-        return History(self.points, tuple(dict.fromkeys((*self.marks, *marks))))
+        return replace(self, marks=tuple(dict.fromkeys((*self.marks, *marks))))
 
 
 def read_history(path: Path) -> History:
-    """Read the file that a job with `training.tracking.jsonLines` writes.
+    """Read the file that a job with `training.tracking.jsonLines` writes. A line that is no record, such as what the
+    crash of a node has left, is left out, and so is a last line that is cut.
 
     Raises:
-        HistoryFileError: it cannot be read, or a line is not an object with a step. A last line that is cut is ignored.
+        HistoryFileError: it cannot be read, or has lines and none is an object with a step.
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -70,32 +73,44 @@ def read_history(path: Path) -> History:
         raise HistoryFileError(f"{path}: {error.strerror}") from error
     points: dict[int, Point] = {}
     marks: list[Mark] = []
+    problems: list[str] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        record = _record(path, number, line, last=number == len(lines))
-        if record is None:
-            break
-        step = record["step"]
-        if "event" in record:
-            marks.append(Mark(step, str(record["event"]), str(record.get("cause") or record.get("note") or "")))
+        found = _record(line)
+        if isinstance(found, str):
+            if number < len(lines):
+                problems.append(f"line {number}: {found}")
+            continue
+        step = found["step"]
+        if "event" in found:
+            marks.append(Mark(step, str(found["event"]), str(found.get("cause") or found.get("note") or "")))
         else:
-            points[step] = _point(record)
-    return History([points[step] for step in sorted(points)], sorted(marks, key=lambda mark: mark.step))
+            points[step] = _point(found)
+    if problems and not points and not marks:
+        raise HistoryFileError(f"{path}: {problems[0]}")
+    ordered = [points[step] for step in sorted(points)]
+    return History(ordered, sorted(marks, key=lambda mark: mark.step), _note(path, problems))
 
 
-def _record(path: Path, number: int, line: str, *, last: bool) -> dict[str, Any] | None:
-    """A line's record, or None for a last line that is not complete."""
+def _record(line: str) -> dict[str, Any] | str:
+    """A line's record, or why it is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        if last:
-            return None
-        raise HistoryFileError(f"{path}: line {number}: not valid JSON: {error}") from error
+        return f"not valid JSON: {error}"
     step = record.get("step") if isinstance(record, dict) else None
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise HistoryFileError(f"{path}: line {number}: `step` must be a whole number, at least 0")
+        return "`step` must be a whole number, at least 0"
     return dict(record)
+
+
+def _note(path: Path, problems: Sequence[str]) -> str:
+    """What is said of the lines that are no records."""
+    if not problems:
+        return ""
+    what = f"{len(problems)} lines that are no records are" if len(problems) > 1 else "a line that is no record is"
+    return f"{path}: {what} left out; {problems[0]}"
 
 
 def _point(record: dict[str, Any]) -> Point:

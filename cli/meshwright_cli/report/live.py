@@ -67,6 +67,7 @@ class LiveReport:
         if self._history_file is not None:
             try:
                 history = read_history(self._history_file)
+                notes = (*notes, history.note) if history.note else notes
             except HistoryFileError as error:
                 notes = (*notes, str(error))
         return render(page_of(replace(found, history=history, notes=notes), live=True))

@@ -166,7 +166,7 @@ def test_a_directory_without_a_manifest_is_named_when_ranks_start(
     assert not caplog.text
     (directory.path(6) / MANIFEST).unlink()
     directory.clean()
-    assert f"{directory.path(6)} has no {MANIFEST}, and does not count as a checkpoint" in caplog.text
+    assert f"{directory.path(6)} has no file {MANIFEST}, and does not count as a checkpoint" in caplog.text
     assert directory.path(6).exists()
 
 

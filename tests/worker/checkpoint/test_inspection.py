@@ -97,6 +97,14 @@ def test_verify_reads_every_file_and_names_the_damaged_ones(tmp_path: Path) -> N
         list(verified(str(tmp_path), 31))
 
 
+def test_verify_names_a_checkpoint_that_was_renamed(tmp_path: Path) -> None:
+    save_steps(str(tmp_path), 10, 20)
+    CheckpointDirectory(tmp_path).path(20).rename(tmp_path / "step-00000030")
+    found = {one.step: one.problems for one in verified(str(tmp_path), None)}
+    manifest = tmp_path / "step-00000030" / MANIFEST
+    assert found == {10: [], 30: [f"{manifest} is of step 20: give the checkpoint its name again"]}
+
+
 @pytest.mark.parametrize("target", ["directory", "object store"])
 def test_a_copy_is_the_same_checkpoint(place: str, tmp_path: Path, target: str) -> None:
     source = save_steps(place, 10, 20)

@@ -15,10 +15,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from meshwright.api.checkpoint import Retention, StoreSpec
+from meshwright.protocol.messages import FailureKind
 from meshwright_worker.checkpoint.errors import (
     CheckpointError,
     CheckpointStoreError,
     DamagedCheckpointError,
+    UnusableStoreError,
 )
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader, find_checkpoint
 from meshwright_worker.checkpoint.loader import load_tensors
@@ -26,6 +28,7 @@ from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, check_fi
 from meshwright_worker.checkpoint.object_store import ObjectDirectory
 from meshwright_worker.checkpoint.retry import RetryPolicy, retry
 from meshwright_worker.checkpoint.store import _settings, open_store
+from meshwright_worker.rank.failures import classify
 from tests.worker.checkpoint.saving import save_alone
 from tests.worker.checkpoint.test_checkpoint_files import manifest_at
 
@@ -282,10 +285,19 @@ def test_an_upload_that_fails_leaves_no_checkpoint(root: str) -> None:
 
 @pytest.mark.parametrize("uri", ["nosuch://bucket/x", "s3x://bucket/x"])
 def test_an_unknown_scheme_names_the_fix(uri: str) -> None:
-    with pytest.raises(CheckpointStoreError, match=f"^`checkpoint.uri: {uri}` cannot be opened: .*package"):
+    with pytest.raises(UnusableStoreError, match=f"^`checkpoint.uri: {uri}` cannot be opened: .*package") as caught:
         open_store(uri, field="checkpoint.uri")
+    assert classify(caught.value) is FailureKind.INVALID_INPUT, "another attempt would end the same way"
     with pytest.raises(CheckpointStoreError, match=f"^`{uri}` cannot be opened: .*package"):
         open_store(uri)
+
+
+def test_a_missing_package_is_named_and_found_at_once() -> None:
+    fsspec.register_implementation("needy", "nosuch_package.files.NeedyFiles", errtxt="Install it to access needy")
+    says = "Install it .*the package nosuch_package: `pip install nosuch_package`$"
+    with pytest.raises(UnusableStoreError, match=says) as caught:
+        open_store("needy://bucket/x", field="checkpoint.uri")
+    assert classify(caught.value) is FailureKind.INVALID_INPUT, "another attempt would end the same way"
 
 
 @pytest.mark.parametrize("uri", ["S3://Bucket/x", "FILE:///x"])

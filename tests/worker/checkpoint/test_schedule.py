@@ -108,6 +108,18 @@ def test_a_tier_that_has_none_is_due_at_once_unless_training_begins(tmp_path: Pa
         assert schedule.flags(False) == due
 
 
+@pytest.mark.parametrize(
+    ("newest", "step", "due"),
+    [(10, 20, [0]), (10, 23, [0]), (20, 20, []), (20, 23, []), (None, 7, []), (None, 10, [0]), (30, 20, [])],
+)
+def test_a_save_that_was_interrupted_is_overdue(tmp_path: Path, newest: int | None, step: int, due: list[int]) -> None:
+    if newest is not None:
+        saved(tmp_path, newest, WALL)
+    schedule = schedule_of(Clock(), tier(tmp_path, 10), tier(tmp_path, "1h"))
+    schedule.resumed(step)
+    assert schedule.overdue(step) == due
+
+
 def test_auto_measures_a_first_save_and_then_has_the_interval_of_the_formula(tmp_path: Path) -> None:
     clock, auto = Clock(), tier(tmp_path, "Auto")
     schedule = schedule_of(clock, auto)

@@ -191,6 +191,25 @@ def test_a_line_that_was_not_completed_is_cut(tmp_path: Path, end: str):
     assert path.read_text() == whole
 
 
+@pytest.mark.parametrize(
+    "line", ["\0" * 40, "garbage", '{"no": 1}', "[" * 100_000], ids=["zeros", "text", "other", "nested"]
+)
+def test_a_line_in_the_middle_that_is_no_record_costs_no_other_line(tmp_path: Path, line: str):
+    """A restart cut the file there: everything behind was lost, and the change of replicas was a restart."""
+    track(start(tmp_path, TrackingSpec()), range(1, 4))
+    path = tmp_path / LINES
+    path.write_text(path.read_text() + line + "\n")
+    with path.open("a") as file:
+        file.writelines(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(4, 8))
+    before = path.read_text()
+    track(start(tmp_path, TrackingSpec(), step=6, generation=2, replicas=1), range(7, 9))
+    after = path.read_text()
+    assert after.startswith(before.partition('{"step": 7')[0])
+    records = [json.loads(one) for one in after.splitlines() if one != line]
+    assert [one["step"] for one in records] == [0, 1, 2, 3, 4, 5, 6, 6, 7, 8]
+    assert records[7]["event"] == "Rescale"
+
+
 def test_numbers_that_are_not_finite_are_left_out():
     record = step_record(report(3, loss=math.nan, gradient_norm=math.inf), 1)
     assert "loss" not in record
@@ -228,6 +247,33 @@ def test_each_tracker_that_fails_is_named(
     tracking.close()
     warned = [entry.getMessage() for entry in caplog.records if "tracking failed" in entry.message]
     assert sorted(text.partition("only counted: ")[2].partition(":")[0] for text in warned) == ["mlflow", "wandb"]
+
+
+@pytest.mark.parametrize(
+    ("package", "says"),
+    [
+        ("raise ConnectionError('404')", "mlflow (http://127.0.0.1:9): ConnectionError: 404"),
+        ("import time; time.sleep(600)", "does not end within 0 s: does mlflow (http://127.0.0.1:9) answer?"),
+    ],
+    ids=["fails", "hangs"],
+)
+def test_a_server_that_is_away_is_named(
+    package: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "mlflow" / "__init__.py").write_text(package)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(tracked_events, "CLOSE_SECONDS", 0.1 if "sleep" in package else patient(60))
+    spec = TrackingSpec(mlflow=MlflowSpec(experiment="e", uri="http://me:secret@127.0.0.1:9"))
+    tracking = TrackingProcess(start(tmp_path / "run", spec))
+    process = tracking._process
+    assert process is not None
+    tracking.close()
+    process.kill()
+    process.wait()
+    assert tracking.failures() >= 1
+    warned = [entry.getMessage() for entry in caplog.records if "tracking failed" in entry.message]
+    assert [text.partition("only counted: ")[2] for text in warned] == [says]
 
 
 def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):

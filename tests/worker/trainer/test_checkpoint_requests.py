@@ -56,6 +56,16 @@ def test_a_save_in_progress_at_the_beginning_of_the_step_postpones_others_and_no
     assert requests.due(11) == [0, 1], "what was postponed is saved with it"
 
 
+def test_a_save_that_was_interrupted_is_made_up_after_the_next_step(tmp_path: Path) -> None:
+    requests = requests_of(tmp_path)
+    requests.postpone([1])
+    end(requests, 23)
+    assert requests.due(23) == [1]
+    requests.answer(23)
+    end(requests, 24)
+    assert requests.due(24) == []
+
+
 def test_islands_save_the_best_only_when_their_round_has_ended(tmp_path: Path) -> None:
     requests = requests_of(tmp_path, data=2, outer={"method": "DiLoCo", "every_steps": 4})
     end(requests, 3)

@@ -72,7 +72,7 @@ class CheckpointDirectory:
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, newest first."""
         found = ((entry, _COMPLETE.fullmatch(entry.name)) for entry in self._entries())
-        return sorted((int(name[1]) for entry, name in found if name and _exists(entry / MANIFEST)), reverse=True)
+        return sorted((int(name[1]) for entry, name in found if name and _has_manifest(entry)), reverse=True)
 
     def files(self, step: int) -> LocalFiles:
         """See `CheckpointStore.files`."""
@@ -200,14 +200,14 @@ class CheckpointDirectory:
         """
         for hidden in self._entries(_REPLACED):
             plain = hidden.with_name(hidden.name.removeprefix(_REPLACED))
-            if _exists(hidden / MANIFEST) and not _exists(plain):
+            if _has_manifest(hidden) and not _exists(plain):
                 hidden.rename(plain)
         self._remove_hidden(_TEMPORARY, _RETIRED, _REPLACED)
         for entry in self._entries():
             # A checkpoint gets its plain name with its manifest, so that somebody has removed it, or copied the rest.
-            if _COMPLETE.fullmatch(entry.name) and not _exists(entry / MANIFEST):
+            if _COMPLETE.fullmatch(entry.name) and not _has_manifest(entry):
                 log.warning(
-                    "%s has no %s, and does not count as a checkpoint: restore the file, or remove the directory",
+                    "%s has no file %s, and does not count as a checkpoint: restore the file, or remove the directory",
                     *(entry, MANIFEST),
                 )
 
@@ -271,6 +271,14 @@ def write_durably(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _has_manifest(checkpoint: Path) -> bool:
+    """Whether a directory is a complete checkpoint. A directory with the name of the manifest is none: reading it fails
+    as on a volume that does not work, at each start.
+    """
+    manifest = checkpoint / MANIFEST
+    return _exists(manifest) and not manifest.is_dir()
 
 
 def _exists(path: Path) -> bool:

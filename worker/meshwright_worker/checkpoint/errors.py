@@ -56,6 +56,12 @@ class CheckpointStoreError(OSError):
     """An object store does not work, or rejects a request. The message names the object and the number of attempts."""
 
 
+class UnusableStoreError(CheckpointStoreError):
+    """An object store cannot be opened in this image: its scheme is unknown, or the package of the scheme is missing.
+    Another attempt would end the same way.
+    """
+
+
 def causes_of(error: BaseException) -> list[tuple[str, BaseException]]:
     """What failed on which rank: a prefix such as `rank 3: `, and the error."""
     failures = error.failures if isinstance(error, FailedSaveError) else {}

@@ -162,7 +162,10 @@ def verified(place: str, step: int | None) -> Iterator[Verified]:
         problems: list[str] = []
         records: dict[str, FileRecord] = {}
         try:
-            records = _records(_manifest(files))
+            manifest = _manifest(files)
+            records = _records(manifest)
+            if (actual := manifest["state"].get("step")) != number:
+                problems.append(f"{files.label(MANIFEST)} is of step {actual}: give the checkpoint its name again")
         except DamagedCheckpointError as error:
             problems.append(str(error))
         for name, record in sorted(records.items()):

@@ -27,6 +27,7 @@ from meshwright_worker.checkpoint.errors import CheckpointMismatchError, Checkpo
 from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.full_tensors import candidate_checkpoints, first_intact
 from meshwright_worker.checkpoint.manifest import (
+    MANIFEST,
     BaseManifest,
     Manifest,
     ManifestType,
@@ -52,6 +53,7 @@ def newest_intact(store: CheckpointStore, mesh: Mesh, manifest_type: type[Manife
     """Return the latest complete checkpoint with intact files; None if there is none. Collective.
 
     Raises:
+        CheckpointMismatchError: the directory of the newest has the name of another step.
         CheckpointVolumeError: a rank cannot read the checkpoints, or does not see them; none is set aside in this case.
         ForeignCheckpointError: the newest is of another kind or version.
     """
@@ -70,7 +72,8 @@ def newest_of_all(
     `otherwise` says in the log what happens if there is none.
 
     Raises:
-        As `newest_intact`.
+        CheckpointMismatchError: its directory has the name of another step.
+        CheckpointVolumeError, ForeignCheckpointError: as `newest_intact`.
     """
     found = []
     for number, store in enumerate(stores):
@@ -78,11 +81,15 @@ def newest_of_all(
         found += [(step, number) for step in steps_on_mesh(store, mesh)]
     for step, number in sorted(found, key=lambda entry: (-entry[0], entry[1])):
         store = stores[number]
+        checkpoint = store.files(step)
         try:
-            return store, read_intact(store.files(step), mesh, manifest_type, progress)
+            manifest = read_intact(checkpoint, mesh, manifest_type, progress)
         except DamagedCheckpointError as error:
             if mesh.rank == 0:
                 log.warning("%s; trying the previous checkpoint", error)
+        else:
+            check_step(checkpoint, step, manifest)
+            return store, manifest
         on_first_rank(partial(store.quarantine, step), mesh)
     if mesh.rank == 0:
         places = ", ".join(map(str, stores))
@@ -207,6 +214,22 @@ def _is_intact(
     except DamagedCheckpointError:
         return False
     return True
+
+
+def check_step(checkpoint: CheckpointPath, step: int, manifest: BaseManifest) -> None:
+    """Reject a checkpoint that has got the name of another step: the names say which one is the newest, and which
+    steps a run may save.
+
+    Raises:
+        CheckpointMismatchError: it has.
+    """
+    actual = manifest.state.step
+    if actual != step:
+        name = str(checkpoint).rpartition("/")[2].replace(f"{step:08d}", f"{actual:08d}")
+        raise CheckpointMismatchError(
+            f"{checkpoint} contains the checkpoint of step {actual}, as its {MANIFEST} says: was it renamed? "
+            f"Rename it to {name}, or move it away"
+        )
 
 
 def check_same_run(actual: Manifest, expected: Manifest, *, of_other_run: bool = False) -> None:

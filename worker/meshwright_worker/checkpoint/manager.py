@@ -26,6 +26,7 @@ from meshwright_worker.checkpoint.files import CheckpointPath
 from meshwright_worker.checkpoint.loader import (
     allocate_tensors,
     check_same_run,
+    check_step,
     load_tensors,
     newest_of_all,
     read_intact,
@@ -104,7 +105,7 @@ class CheckpointManager:
         bytes that are read.
 
         Raises:
-            CheckpointMismatchError: it belongs to another run.
+            CheckpointMismatchError: it belongs to another run, or has the name of another step.
             CheckpointVolumeError, ForeignCheckpointError: as `newest_intact`.
             ResumeSourceError: training cannot begin from the checkpoint of another run.
         """
@@ -179,7 +180,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: a save in progress failed.
-            CheckpointVolumeError, ForeignCheckpointError: as `newest_intact`.
+            CheckpointMismatchError, CheckpointVolumeError, ForeignCheckpointError: as `newest_intact`.
         """
         self.report(wait=True)
         stores, progress = [tier.store for tier in self._tiers], WorkProgress(self._events)
@@ -199,8 +200,11 @@ class CheckpointManager:
 
     def _intact(self, store: CheckpointStore, step: int, progress: WorkProgress) -> Manifest | None:
         """The manifest of a checkpoint; None if it is damaged, and hidden now. Collective."""
+        checkpoint = store.files(step)
         try:
-            return read_intact(store.files(step), self._mesh, Manifest, progress)
+            manifest = read_intact(checkpoint, self._mesh, Manifest, progress)
+            check_step(checkpoint, step, manifest)
+            return manifest
         except DamagedCheckpointError as error:
             if self._mesh.rank == 0:
                 log.warning("%s; it is not the one to go back to", error)
@@ -232,6 +236,12 @@ class CheckpointManager:
             else:
                 record = continued(known, own, step)
             self._template = self._template.model_copy(update={"provenance": record})
+
+    def overdue(self, step: int) -> list[int]:
+        """The tiers whose last checkpoint was interrupted, if ranks go on after `step` from memory. Collective."""
+        if not self._from_memory:
+            return []
+        return on_first_rank(lambda: self._schedule.overdue(step), self._mesh) or []
 
     def origin(self) -> Origin | None:
         """What checkpoints to come say about the beginning, on every rank, so that it outlives rank 0. Collective."""
@@ -384,7 +394,7 @@ def tiers_of(task: RankTask[NativeRun], spec: CheckpointSpec) -> list[Tier]:
     """Where the job's checkpoints are, the fastest first.
 
     Raises:
-        CheckpointStoreError: the package of a scheme is missing.
+        UnusableStoreError, CheckpointStoreError: as `open_store`.
     """
     tiers = []
     if task.checkpoint_dir is not None:

@@ -350,6 +350,8 @@ def check_file(files: CheckpointFiles, name: str, record: FileRecord, progress: 
         actual = files.checksum(name, progress)
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path} is damaged: the file is missing", name) from None
+    except IsADirectoryError:
+        raise DamagedCheckpointError(f"{path} is damaged: it is a directory", name) from None
     if actual[0] != record.size:
         raise DamagedCheckpointError(f"{path} is damaged: it has {actual[0]} bytes, expected {record.size}", name)
     if actual[1] != record.crc32:

@@ -126,6 +126,17 @@ class CheckpointSchedule:
                 state.since = now - max(0.0, wall - saved_at) if saved_at is not None else float("-inf")
         self._update_intervals()
 
+    def overdue(self, step: int) -> list[int]:
+        """The tiers that lack the checkpoint of their last interval in steps before or at `step`, as `resumed` has
+        found: a save that a failure interrupts is not lost with ranks that go on from memory.
+        """
+        intervals = ((number, state, self._tiers[number].interval.steps) for number, state in enumerate(self._states))
+        return [
+            number
+            for number, state, every in intervals
+            if every is not None and step >= every and (state.report.step or 0) < step - step % every
+        ]
+
     def wait_before(self, step: int, busy: bool, wait: Callable[[float], bool]) -> None:
         """Let a save in progress end before a step after which another one is due, if that does not take long.
 

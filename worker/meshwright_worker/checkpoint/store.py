@@ -11,7 +11,7 @@ import torch
 
 from meshwright.api.checkpoint import Encryption, Interval, Retention, StoreSpec
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import CheckpointStoreError
+from meshwright_worker.checkpoint.errors import CheckpointStoreError, UnusableStoreError
 from meshwright_worker.checkpoint.files import CheckpointFiles
 from meshwright_worker.checkpoint.manifest import BaseManifest, FileRecord
 from meshwright_worker.checkpoint.object_store import ObjectDirectory, ObjectFiles
@@ -123,7 +123,8 @@ def open_store(
     """The store at a path or a URI; `field` of the spec names it, if one does.
 
     Raises:
-        CheckpointStoreError: the scheme is unknown, or its package is missing.
+        UnusableStoreError: the scheme is unknown, or its package is missing.
+        CheckpointStoreError: it cannot be opened for another reason.
     """
     if "://" not in location:
         return CheckpointDirectory(Path(location), generation)
@@ -135,7 +136,8 @@ def object_files(location: str, options: StoreSpec | None = None) -> ObjectFiles
     """The files of the checkpoint at a URI.
 
     Raises:
-        CheckpointStoreError: the scheme is unknown, or its package is missing.
+        UnusableStoreError: the scheme is unknown, or its package is missing.
+        CheckpointStoreError: it cannot be opened for another reason.
     """
     filesystem, path = _open(location, options, "")
     return ObjectFiles(filesystem, path.rstrip("/"), location.rstrip("/"), RetryPolicy())
@@ -149,12 +151,28 @@ def _open(location: str, options: StoreSpec | None, field: str) -> tuple[Any, st
         filesystem, path = fsspec.core.url_to_fs(location, **_settings(location, options or StoreSpec()))
     except Exception as error:  # a back end raises what it likes
         scheme, _, rest = location.partition("://")
+        package = _missing_package(error)
         fix = "the image, or this machine, needs the package for the scheme, such as s3fs for s3://"
+        if package:
+            fix = f"the image, or this machine, needs the package {package}: `pip install {package}`"
         if scheme != scheme.lower():
             fix = f"write the scheme in lower case, as in `{scheme.lower()}://{rest}`"
         named = f"{field}: {location}" if field else location
-        raise CheckpointStoreError(f"`{named}` cannot be opened: {error}: {fix}") from error
+        # fsspec's error of an unknown scheme is a ValueError.
+        repeats = isinstance(error, ImportError | ValueError)
+        kind = UnusableStoreError if repeats else CheckpointStoreError
+        raise kind(f"`{named}` cannot be opened: {error}: {fix}") from error
     return filesystem, str(path)
+
+
+def _missing_package(error: BaseException) -> str:
+    """The package whose import failed, if an error or the one that caused it says so."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ModuleNotFoundError) and cause.name:
+            return cause.name.partition(".")[0]
+        cause = cause.__cause__
+    return ""
 
 
 def _settings(location: str, options: StoreSpec) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class Held:
     """What its checkpoints say about the beginning of the run, the same on every rank."""
     sums: StepSums | None = None
     """The sums of the last update, for ranks that have not received them. None if this process has made none."""
+    unreported: StepResult | None = None
+    """The result of the last update, until its step is evaluated and reported."""
 
     def advance(self, result: StepResult, sums: StepSums) -> None:
         """Record an update."""
@@ -47,7 +49,7 @@ class Held:
             loss=result.loss.hex(),
         )
         self.state = self.trainer.update_state(state)
-        self.reduced, self.sums = None, sums
+        self.reduced, self.sums, self.unreported = None, sums, result
 
 
 class MemoryGate(StepGate):
@@ -126,6 +128,13 @@ class MemoryGate(StepGate):
         held, copier = self._held, self.copier
         if held is not None and copier is not None and copier.due(held.state.step):
             copier.take(held.trainer.inventory(), held.state)
+
+    def reported(self, step: int) -> None:
+        """See `StepGate.reported`."""
+        with self._lock:
+            self._check()
+            if self._held is not None and self._held.state.step == step:
+                self._held.unreported = None
 
     def _check(self) -> None:
         if self._left:

@@ -19,7 +19,7 @@ from meshwright_worker.in_memory.leaving import Connections, destroy_groups
 from meshwright_worker.in_memory.transfer import restore
 from meshwright_worker.rank.task import Outcome, RankEvents, RankTask, StepReport, Work
 from meshwright_worker.trainer.train import OpenedRun, train_on_mesh
-from meshwright_worker.trainer.trainer import StepGate, Trainer
+from meshwright_worker.trainer.trainer import StepGate, StepResult, Trainer
 
 PATIENCE_SECONDS = 0.5
 """Time for a thread to come out of a collective whose connections are shut down. Then it is left behind."""
@@ -136,6 +136,12 @@ class Generation(threading.Thread):
     def origin(self) -> Origin | None:
         """See `Memory.origin`."""
         return self._restored.origin if self._restored is not None else None
+
+    @property
+    def unreported(self) -> StepResult | None:
+        """See `Memory.unreported`."""
+        held = self.memory_gate.held
+        return held.unreported if held is not None else None
 
     def restore(self, trainer: Trainer, mesh: Mesh) -> TrainingState | None:
         """See `Memory.restore`."""

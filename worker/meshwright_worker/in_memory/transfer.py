@@ -17,7 +17,7 @@ from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.in_memory.copies import HostCopies, HostCopy, pack, pieces, unpack
 from meshwright_worker.in_memory.gate import Held, MemoryGate
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.trainer import StepSums, Trainer
+from meshwright_worker.trainer.trainer import StepResult, StepSums, Trainer
 
 
 class StateMissingError(Exception):
@@ -59,7 +59,8 @@ def restore(task: RankTask[NativeRun], trainer: Trainer, mesh: Mesh, gate: Memor
     _transfer(task.run, memory, trainer, mesh)
     trainer.optimizer.set_step_count(state.step - state.skipped)
     trainer.restore_state(state)
-    return Held(trainer, state, task.run.training.global_batch_size, origin=known.origin, sums=known.sums)
+    samples, unreported = task.run.training.global_batch_size, _unreported(memory, held, mesh)
+    return Held(trainer, state, samples, origin=known.origin, sums=known.sums, unreported=unreported)
 
 
 def _restore_copies(
@@ -92,7 +93,8 @@ def _restore_copies(
     unpack(own.content, tensors)
     trainer.optimizer.set_step_count(state.step - state.skipped)
     trainer.restore_state(state)
-    return Held(trainer, state, run.training.global_batch_size, origin=known.origin)
+    unreported = _unreported(memory, held, mesh)
+    return Held(trainer, state, run.training.global_batch_size, origin=known.origin, unreported=unreported)
 
 
 def _announce(memory: MemoryRecovery, known: _Known | None, mesh: Mesh) -> _Known:
@@ -130,6 +132,16 @@ def _catch_up(held: Held, memory: MemoryRecovery, sums: StepSums | None, gate: M
             gate.updated(held.trainer.update(reduced, sums))
     if held.state.step != memory.step:
         raise StateMissingError(f"the state is of step {held.state.step}, and all go on from step {memory.step}")
+
+
+def _unreported(memory: MemoryRecovery, held: Held | None, mesh: Mesh) -> StepResult | None:
+    """The result of the step from which all go on, if it is not reported: rank 0 knows, which reports, or the leader if
+    rank 0 is new. Collective.
+    """
+    source = 0 if 0 in keeping_ranks(memory) else memory.leader
+    known = [held.unreported if held is not None and held.state.step == memory.step else None]
+    dist.broadcast_object_list(known, source, group=mesh.checkpoint_group)
+    return known[0]
 
 
 def _copy(old: Trainer, new: Trainer) -> None:

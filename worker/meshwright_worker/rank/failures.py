@@ -17,7 +17,12 @@ from meshwright.data.errors import DataError, is_storage_fault
 from meshwright.figures import format_number
 from meshwright.printable import printable
 from meshwright.protocol.messages import FailureKind
-from meshwright_worker.checkpoint.errors import CheckpointMismatchError, ForeignCheckpointError, ResumeSourceError
+from meshwright_worker.checkpoint.errors import (
+    CheckpointMismatchError,
+    ForeignCheckpointError,
+    ResumeSourceError,
+    UnusableStoreError,
+)
 
 _PEER_LOST = re.compile(
     "|".join(
@@ -119,8 +124,8 @@ def describe(error: BaseException) -> str:
 def classify(error: BaseException, *, training: bool = False) -> FailureKind:
     """Classify an exception of a rank. `training` says whether it had begun to train in this generation.
 
-    Data, weights and checkpoints of other runs that cannot be used at a start stay so until somebody changes them or
-    the spec, unless their storage does not answer.
+    Data, weights, checkpoints of other runs and stores that cannot be used at a start stay so until somebody changes
+    them, the image or the spec, unless their storage does not answer.
 
     A failed rendezvous or collective surfaces as `RuntimeError`, as one of torch's `Dist*Error` types or as the
     interpreter's `ConnectionError`. Other types are never classified as a lost peer, whatever their message.
@@ -129,7 +134,7 @@ def classify(error: BaseException, *, training: bool = False) -> FailureKind:
         return FailureKind.REJECTED
     if isinstance(error, ForeignCheckpointError | CheckpointMismatchError):
         return FailureKind.CHECKPOINT_INCOMPATIBLE
-    if isinstance(error, ResumeSourceError):
+    if isinstance(error, ResumeSourceError | UnusableStoreError):
         return FailureKind.INVALID_INPUT
     if isinstance(error, DataError | PretrainedError) and not training and not is_storage_fault(error):
         return FailureKind.INVALID_INPUT

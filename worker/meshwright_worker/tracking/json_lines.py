@@ -48,7 +48,7 @@ def last_event(path: Path, step: int) -> Event | None:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Remove everything from the first record after `step` on, and a last line that was not completed."""
+    """Remove everything from the first record after `step` on, and what is no record at the end."""
     if not path.exists():
         return
     end = 0
@@ -61,7 +61,9 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(position after it, record) of each line, up to the first that is not a record."""
+    """(position after it, record) of each line that is a record. One that is not, such as what the crash of a node has
+    left, costs none of those behind it.
+    """
     found: list[tuple[int, dict[str, Any]]] = []
     if not path.exists():
         return found
@@ -71,9 +73,8 @@ def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
             position += len(line)
             try:
                 record = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n") or not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                break
-            found.append((position, record))
+            except (ValueError, RecursionError):
+                continue
+            if line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int):
+                found.append((position, record))
     return found

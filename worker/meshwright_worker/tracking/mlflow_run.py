@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+# A tracker that failed is tried again anyway. By default MLflow tries for minutes, in which every other tracker waits.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException

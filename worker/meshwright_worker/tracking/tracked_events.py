@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from meshwright.api.tracking import TrackingSpec
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank.task import RankEvents, RankTask, StepReport
 from meshwright_worker.tracking.records import Start, step_record, tracking_directory
@@ -29,6 +30,7 @@ class TrackingProcess:
 
     def __init__(self, start: Start) -> None:
         self._failures, self._warned = 0, set[str]()
+        self._services = services_of(start.spec)
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
@@ -70,7 +72,10 @@ class TrackingProcess:
         try:
             process.stdin.close()
             process.wait(CLOSE_SECONDS)
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired:
+            self._read_failures()
+            self._failed(f"does not end within {CLOSE_SECONDS:.0f} s{self._asked()}")
+        except OSError as error:
             self._failed(f"does not end: {error}")
         self._read_failures()
 
@@ -81,7 +86,7 @@ class TrackingProcess:
             # Up to PIPE_BUF bytes are written entirely or not at all.
             os.write(self._process.stdin.fileno(), line.encode() + b"\n")
         except BlockingIOError:
-            self._failed("does not keep up")
+            self._failed(f"does not keep up{self._asked()}")
         except (OSError, ValueError) as error:
             self._failed(f"has ended: {error}")
             self._process = None
@@ -91,8 +96,26 @@ class TrackingProcess:
         if tracker in self._warned or (self._warned and not tracker):  # the process ends because of what it has named
             return
         self._warned.add(tracker)
-        where = f"{tracker}: " if tracker else ""
+        where = f"{self._services.get(tracker, tracker)}: " if tracker else ""
         log.warning("tracking failed; training continues. Further failures are only counted: %s%s", where, reason)
+
+    def _asked(self) -> str:
+        """What the process may wait for."""
+        return f": does {' or '.join(self._services.values())} answer?" if self._services else ""
+
+
+def services_of(spec: TrackingSpec) -> dict[str, str]:
+    """The trackers that are services, by name, and how messages name them: an error of theirs does not name the server
+    each time.
+    """
+    found = {}
+    if spec.wandb is not None and not spec.wandb.offline:
+        found["wandb"] = "wandb"
+    if spec.mlflow is not None and spec.mlflow.uri is not None:
+        scheme, slashes, rest = spec.mlflow.uri.partition("://")
+        # A password before `@` belongs in no log.
+        found["mlflow"] = f"mlflow ({scheme}{slashes}{rest.rpartition('@')[2]})"
+    return found
 
 
 def _failure(line: str) -> tuple[str, str]:

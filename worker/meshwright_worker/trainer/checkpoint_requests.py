@@ -38,9 +38,13 @@ class CheckpointRequests:
         """What rank 0 has asked for since the last save."""
         self._busy = self._agreed = False
         self._postponed: set[int] = set()
-        """Tiers that were due while a save was in progress."""
+        """Tiers that were due while a save was in progress, or whose save was interrupted."""
         self._best: set[int] = set()
         """Tiers on which the last step is among the best."""
+
+    def postpone(self, tiers: Iterable[int]) -> None:
+        """Let these tiers be due after the next step. The same on every rank."""
+        self._postponed.update(tiers)
 
     def record(self, results: Iterable[StepResult]) -> None:
         """Record results of steps."""

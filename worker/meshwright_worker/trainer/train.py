@@ -54,7 +54,7 @@ from meshwright_worker.tracking.tracked_events import tracked
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.initial_state import load_state
-from meshwright_worker.trainer.trainer import StepGate, Trainer
+from meshwright_worker.trainer.trainer import StepGate, StepResult, Trainer
 from meshwright_worker.trainer.training_loop import RunInputs, TrainingLoop
 from meshwright_worker.trainer.warm_up import warm_up
 
@@ -122,6 +122,12 @@ class Memory(Protocol):
     def origin(self) -> Origin | None:
         """What the checkpoints of the state that was restored say about the beginning of its run."""
 
+    @property
+    def unreported(self) -> StepResult | None:
+        """The result of the last step, if ranks hold its state and it was interrupted before its report. After
+        `begin`.
+        """
+
     def restore(self, trainer: Trainer, mesh: Mesh) -> TrainingState | None:
         """Fill the trainer with a state that ranks hold, if the generation goes on from one. Collective."""
 
@@ -168,7 +174,8 @@ def train_on_mesh(
     if memory is not None and isinstance(trainer, Trainer):
         memory.begin(trainer, state, manager.origin() if manager is not None else None)
     events.running(state.step, manager.source if manager is not None else "")
-    with tracked(task, events, state.step) as tracked_events:
+    unreported = memory.unreported if memory is not None else None
+    with tracked(task, events, state.step - (unreported is not None)) as tracked_events:
         loop = TrainingLoop(
             run,
             trainer,
@@ -178,6 +185,7 @@ def train_on_mesh(
             tracked_events,
             sums_digest=memory is not None,
             ranks_per_worker=task.local_world_size,
+            unreported=unreported,
         )
         return loop.run(state)
 

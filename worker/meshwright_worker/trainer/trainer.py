@@ -114,6 +114,9 @@ class StepGate:
     def completed(self) -> None:
         """The step is complete on this rank, and the next one has not begun."""
 
+    def reported(self, step: int) -> None:
+        """The step is evaluated, if it is one of those that are, and its report is sent."""
+
 
 class Trainer:
     """This rank's stages, their optimizer and their executor.
@@ -184,6 +187,10 @@ class Trainer:
         for shard in self.shards:
             tensors += self.optimizer.moments(shard).values()
         return [tensor.detach() for tensor in [*tensors, *self.buffers.values()]]
+
+    def reported(self, step: int) -> None:
+        """The step's report is sent, with its evaluation if it has one."""
+        self._gate.reported(step)
 
     def close(self) -> None:
         """Finish after the last step. Collective."""

@@ -11,7 +11,7 @@ from typing import NoReturn
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manager import CheckpointManager
 from meshwright_worker.checkpoint.manifest import AnomalyState, TrainingState
-from meshwright_worker.checkpoint.schedule import REQUEST
+from meshwright_worker.checkpoint.schedule import BUSY, REQUEST
 from meshwright_worker.data.batch import make_batch
 from meshwright_worker.data.length_balance import RowCost
 from meshwright_worker.data.mixture import MixtureStream, Stream
@@ -68,10 +68,12 @@ class TrainingLoop:
         *,
         sums_digest: bool = False,
         ranks_per_worker: int = 1,
+        unreported: StepResult | None = None,
     ) -> None:
         """`sums_digest`: the steps' results contain the digest of all ranks, which then every rank carries.
-        `ranks_per_worker`: see `RepeatedSteps`.
+        `ranks_per_worker`: see `RepeatedSteps`. `unreported`: the result of the step before, if it is not reported.
         """
+        self._unreported_result = unreported
         self._sums_digest = sums_digest
         self._data, self._training = run.data, run.training
         self._cost = RowCost.of(run.architecture)
@@ -121,7 +123,11 @@ class TrainingLoop:
         if self._mesh.rank == 0 or self._sums_digest:
             self._digest.value = state.digest
         self._first = first = state.step + 1
+        if self._checkpoint_manager is not None:
+            self._requests.postpone(self._checkpoint_manager.overdue(state.step))
         self._save_beginning(state)
+        if self._unreported_result is not None:
+            state = self._end_interrupted(self._unreported_result, state)
         stopped = False
         for number in range(first, self._training.steps + 1):
             self._wait_for_save(number)
@@ -161,6 +167,23 @@ class TrainingLoop:
         if self._checkpoint_manager is not None and self._checkpoint_manager.source:
             own_part = state.model_copy(update={"digest": self._digest.value})
             self._save(own_part, wait=False, tiers=[0])
+
+    def _end_interrupted(self, result: StepResult, state: TrainingState) -> TrainingState:
+        """Do what was left of the last step when a loss interrupted it after its update: evaluate, report and save.
+        Collective.
+        """
+        # A save of the generation before is not in progress any more, and whoever was asked to stop has stopped.
+        result, due = replace(result, stop=False, save=result.save & ~BUSY), self._evaluation_due(result.step)
+        self._requests.record([result])
+        self._requests.end_step(result.step)
+        state = self._report_results([result], state, 0.0, 0.0, due)
+        set_collective_timeout(START_TIMEOUT)  # the first step has not been made
+        if tiers := self._requests.due(result.step):
+            self._save(state, wait=False, tiers=None if result.step == self._training.steps else tiers)
+        return state
+
+    def _evaluation_due(self, step: int) -> Evaluation | None:
+        return self._evaluation if self._evaluation is not None and self._evaluation.due(step) else None
 
     def _repeat(self, number: int, state: TrainingState) -> None:
         """Repeat the gradients of a step on other replicas, if that is due before it. Collective.
@@ -218,7 +241,7 @@ class TrainingLoop:
         read = time.monotonic()
         result = self._timed_step(number, mine)
         results = [] if result is None else [result]
-        evaluation = self._evaluation if self._evaluation is not None and self._evaluation.due(number) else None
+        evaluation = self._evaluation_due(number)
         if evaluation is not None:
             # A pipeline without flushes drains first, so that all stages have the weights after this step.
             results += self._trainer.drain()
@@ -323,6 +346,8 @@ class TrainingLoop:
             if result is results[-1] and (result.stop or state.step == self._training.steps):
                 report = self._with_last_best(report)
             self._events.step(report)
+            if isinstance(self._trainer, Trainer):
+                self._trainer.reported(result.step)
         return state.model_copy(update={"loss": results[-1].loss.hex()})
 
     def _with_evaluation(self, state: TrainingState, loss: float) -> TrainingState:
