@@ -119,3 +119,9 @@ async def test_a_job_whose_namespace_is_being_deleted_raises_no_alarm_when_its_p
     assert "because it is being terminated" in placed["message"]
     assert stalled["status"] == "False"
     assert await api.items(pods_of) == []
+    await api.delete(f"{jobs}/ends")
+
+    async def gone() -> bool:
+        return "spec" not in await api.call("GET", f"{jobs}/ends", ok=False)
+
+    await until(gone, "no operator of another test finds the job", 60)
