@@ -87,10 +87,16 @@ def test_the_flags_of_a_model_are_read_as_this_model(name: str) -> None:
         replace(PRESETS["llama-3-8b"], rope_scaling=YARN),
         replace(PRESETS["llama-3-8b"], rope_scaling=RopeScalingSpec(factor=8, original_length=4096)),
         replace(PRESETS["deepseek-v3"], rope_scaling=YARN.model_copy(update={"original_length": 8192})),
+        replace(PRESETS["deepseek-v3"], rope_scaling=YARN.model_copy(update={"factor": 1.0})),
     ],
 )
 def test_positions_that_megatron_rescales_in_another_way_are_rejected(model: Architecture) -> None:
     assert "`model.ropeScaling`" in MEGATRON_LM.model_problem(model)
+
+
+def test_a_factor_of_1_needs_no_flags() -> None:
+    identity = YARN.model_copy(update={"factor": 1.0, "score_factor": 1.0})
+    assert "--mscale" not in written(replace(PRESETS["deepseek-v3"], rope_scaling=identity))
 
 
 def test_weights_of_experts_that_megatron_always_divides_are_rejected() -> None:

@@ -121,9 +121,9 @@ def _spec(gang: _Gang, pods: Pods) -> dict[str, Any]:
     elif processes not in (None, pods.gpus):
         gang.notes.append(f"a pod has {processes} processes for {pods.gpus} GPUs: a worker has one rank for each GPU")
     gang.notes.extend(_about_command(command.removed, command.left, command.options, pods.command))
-    degrees, words = _degrees(command.words, sum(group.pods for group in gang.groups) * ranks, gang.notes)
-    ranks_of_replica = prod(degrees.values())
     total = sum(group.pods for group in gang.groups)
+    degrees, words = _degrees(command.words, total * ranks, gang.notes)
+    ranks_of_replica = prod(degrees.values())
     workers = {**pods.workers, "volumes": [*pods.workers.get("volumes", ()), *gang.volumes] or None}
     workers |= gang.spec.pop("workers", {})
     least, most = gang.pods

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.planner.frameworks.megatron_lm import CONTEXT_COMMUNICATION, DECAYS, LAST_DECAYS
+from meshwright.api.model_parts import RopeScaling
+from meshwright.planner.frameworks.megatron_lm import CONTEXT_COMMUNICATION, DECAYS, LAST_DECAYS, ROPE_LIMITS
 from meshwright_cli.importing.settings import (
     Imported,
     ImportFileError,
@@ -30,12 +32,14 @@ _VALUED = re.compile(
 )
 """Flags that a variable follows as their value. After others it may have further flags."""
 _CONTEXT = {name: str(method) for method, name in CONTEXT_COMMUNICATION.items()}
-_OF_THE_LAUNCHER = frozenset({"nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend"})
+_OF_THE_LAUNCHER = frozenset(
+    {"rdzv-backend", "rdzv-endpoint", "rdzv-id", "nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port"}
+)
 _WITHOUT_EFFECT = frozenset(
     {
         *("use-mcore-models", "overlap-grad-reduce", "overlap-param-gather", "use-flash-attn", "attention-backend"),
         *("moe-token-dispatcher-type", "moe-grouped-gemm", "no-masked-softmax-fusion", "use-tp-pp-dp-mapping"),
-        *("log-interval", "log-throughput", "distributed-timeout-minutes", "rdzv-endpoint", "rdzv-id"),
+        *("log-interval", "log-throughput", "distributed-timeout-minutes"),
     }
 )
 """Flags of what Meshwright does itself, in its own way."""
@@ -78,11 +82,10 @@ def arguments(text: str) -> dict[str, Any]:
 
 def _assign(variables: dict[str, str], name: str, value: str) -> None:
     """Remember the value of a variable, without its quotes. The output of a command is unknown."""
-    try:
-        known = "`" not in value and "$(" not in value
-        variables[name] = "".join(shlex.split(value, comments=True)[:1]) if known else f"${{{name}}}"
-    except ValueError:
-        variables[name] = f"${{{name}}}"
+    variables[name] = f"${{{name}}}"
+    if "`" not in value and "$(" not in value:
+        with contextlib.suppress(ValueError):  # a quote that a later line closes
+            variables[name] = "".join(shlex.split(value, comments=True)[:1])
 
 
 def _words(line: str, variables: dict[str, str]) -> list[str]:
@@ -187,13 +190,11 @@ def _gpus_of_a_node(found: Settings, world: int | None) -> int | None:
 
 
 def _experts(found: Settings, tensor: int) -> dict[str, Any]:
-    expert, of_tensor = (
-        found.integer("expert-model-parallel-size"),
-        found.integer("expert-tensor-parallel-size", tensor),
-    )
+    of_tensor = found.integer("expert-tensor-parallel-size", tensor)
     if of_tensor not in (1, tensor):
         found.read.discard("expert-tensor-parallel-size")
     has_experts = "num-experts" in found.values and tensor > 1
+    expert = found.integer("expert-model-parallel-size")
     return {"expert": expert, "expertTensor": of_tensor != 1 if has_experts else None}
 
 
@@ -290,12 +291,13 @@ def _rope_scaling(found: Settings, latent: bool) -> dict[str, Any] | None:
         return None
     if scale != of_scores:
         found.read -= {"mscale", "mscale-all-dim"}
+    low, high, length = ROPE_LIMITS[RopeScaling.YARN, True]
     return {
         "kind": "YaRN",
         "factor": factor,
-        "lowFrequencyFactor": 1.0,
-        "highFrequencyFactor": 32.0,
-        "originalLength": 4096,
+        "lowFrequencyFactor": low,
+        "highFrequencyFactor": high,
+        "originalLength": length,
         "scoreFactor": round((0.1 * of_scores * math.log(factor) + 1) ** 2, 9),
     }
 

@@ -24,6 +24,7 @@ from meshwright.planner.frameworks.target import (
     number,
 )
 from meshwright.planner.search.request import Techniques
+from meshwright.rules.command_degrees import MEGATRON_ORDER
 
 SCRIPT = "pretrain_gpt.py"
 CONTEXT_COMMUNICATION = {
@@ -31,7 +32,7 @@ CONTEXT_COMMUNICATION = {
     ContextMethod.ULYSSES: "a2a",
     ContextMethod.ALL_GATHER: "all_gather",
 }
-_ROPE_LIMITS = {(RopeScaling.LLAMA3, False): (1.0, 4.0, 8192), (RopeScaling.YARN, True): (1.0, 32.0, 4096)}
+ROPE_LIMITS = {(RopeScaling.LLAMA3, False): (1.0, 4.0, 8192), (RopeScaling.YARN, True): (1.0, 32.0, 4096)}
 """Kind of the rescaling and whether attention is latent -> the limits that are constants of Megatron-LM."""
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 DECAYS = {
@@ -67,7 +68,10 @@ def _has_rope_flags(model: Architecture) -> bool:
     if scaling is None:
         return True
     limits = scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_length
-    return limits == _ROPE_LIMITS.get((scaling.kind, model.latent is not None))
+    scales_scores = scaling.kind is RopeScaling.YARN and scaling.factor > 1
+    if scaling.score_factor != 1 and not scales_scores:
+        return False
+    return limits == ROPE_LIMITS.get((scaling.kind, model.latent is not None))
 
 
 def _strategy_problem(model: Architecture, strategy: Strategy) -> str:
@@ -114,7 +118,7 @@ def _layout(run: FrameworkRun) -> Iterator[str]:
     yield from ("--pipeline-model-parallel-size", str(used.pipeline))
     yield from ("--context-parallel-size", str(used.context))
     # The order of ranks of a mesh: replicas are outermost.
-    yield "--use-tp-pp-dp-mapping"
+    yield MEGATRON_ORDER
     if used.sequence_parallel and used.tensor > 1:
         yield "--sequence-parallel"
     if used.context > 1:
@@ -189,7 +193,8 @@ def _latent(model: Architecture) -> Iterator[str]:
         yield from ("--q-lora-rank", str(latent.query_rank))
     yield from ("--qk-head-dim", str(model.head_size), "--qk-pos-emb-head-dim", str(latent.rope_size))
     yield from ("--v-head-dim", str(model.value_size))
-    if (scaling := model.rope_scaling) is not None:
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.factor > 1:
         # Rotary positions of latent attention are YaRN's, by default with a factor of 1.
         scale = number((math.sqrt(scaling.score_factor) - 1) / (0.1 * math.log(scaling.factor)))
         yield from ("--rotary-scaling-factor", number(scaling.factor), "--mscale", scale, "--mscale-all-dim", scale)
