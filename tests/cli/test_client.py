@@ -446,7 +446,7 @@ def test_the_client_works_where_an_event_loop_runs(server, namespace):
 
 
 async def test_the_asynchronous_client_has_every_method_of_the_synchronous_one(server, namespace):
-    public = lambda kind: {name for name in vars(kind) if not name.startswith("_")}  # noqa: E731
+    public = lambda kind: {name for name in dir(kind) if not name.startswith("_")}  # noqa: E731
     assert public(AsyncClient) == public(Client) - {"namespace"}
     async with AsyncClient(kubeconfig=server.kubeconfig, namespace=namespace) as client:
         await client.submit(job("lm"))

@@ -1,10 +1,12 @@
 """A typed client for jobs, with the verbs of the command line, for notebooks and pipelines.
 
-from meshwright_cli.client import Client
+    from meshwright_cli.client import Client
 
-with Client(namespace="research") as client:
-client.submit("job.yaml")
-job = client.wait("my-job", "complete", timeout=3600)
+    with Client(namespace="research") as client:
+        client.submit("job.yaml")
+        job = client.wait("my-job", "complete", timeout=3600)
+
+`AsyncClient` has the same methods as coroutines.
 """
 
 from importlib import import_module

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
-from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from meshwright.api.labels import ANNOTATION_CHECKPOINT, API_VERSION, CLI_FIELD_MANAGER, KIND, LABEL_JOB
+from meshwright.api.labels import ANNOTATION_CHECKPOINT, API_VERSION, CLI_FIELD_MANAGER, KIND
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright_cli.client.api_server import APPLY_PATCH, EVENTS, JOBS, MERGE_PATCH, PODS, Action, ApiServer, Kind
+from meshwright_cli.client.api_server import APPLY_PATCH, JOBS, MERGE_PATCH, Action, Kind
 from meshwright_cli.client.checkpoints import programs
 from meshwright_cli.client.checkpoints.programs import Export, Generation, Notify, PodOptions
 from meshwright_cli.client.errors import (
@@ -21,18 +20,16 @@ from meshwright_cli.client.errors import (
     NotFoundError,
     RejectedError,
     WaitTimeoutError,
-    nearest,
-    suggestion,
 )
-from meshwright_cli.client.kubeconfig import Connection, connection
+from meshwright_cli.client.job_reader import JobReader
 from meshwright_cli.client.log_stream import LogSource, follow_logs
 from meshwright_cli.client.manifests import checked, only_job, read_manifest
-from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
+from meshwright_cli.client.objects import Job, LogLine
 from meshwright_cli.client.profiling import STEPS, Profile, profile_job
 from meshwright_cli.client.rejection import explained
 from meshwright_cli.client.waiting import FINISHED, Target
 
-RETRY_SECONDS = 1.0
+GONE_POLL_SECONDS = 0.25
 
 Manifest = str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """A path (`-` for stdin), an object, or several objects."""
@@ -42,42 +39,8 @@ def _ignore(_: str) -> None:
     """Report nothing."""
 
 
-class AsyncClient:
-    """Jobs of one cluster, as an asynchronous context manager.
-
-    Without arguments it uses what kubectl would use: `KUBECONFIG`, `~/.kube/config`, or the service account of a pod.
-    Every method raises subclasses of `MeshwrightError`, whose messages name what to do.
-
-    Args:
-        kubeconfig: a kubeconfig file.
-        context: a context of it instead of the current one.
-        namespace: the namespace of all methods instead of that of the context.
-        server: a connection that exists, instead of all of the above.
-        timeout: seconds for one request.
-    """
-
-    def __init__(
-        self,
-        *,
-        kubeconfig: str | Path | None = None,
-        context: str | None = None,
-        namespace: str | None = None,
-        server: Connection | None = None,
-        timeout: float = 30.0,
-    ) -> None:
-        found = server or connection(Path(kubeconfig) if kubeconfig else None, context, namespace)
-        self.namespace = namespace or found.namespace
-        self.server = ApiServer(found, timeout=timeout)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close every connection."""
-        await self.server.close()
+class AsyncClient(JobReader):
+    """Jobs of one cluster: reads them as `JobReader` does, and applies, changes, follows and deletes them."""
 
     async def submit(self, manifest: Manifest, *, dry_run: bool = False, within: str | None = None) -> Job:
         """Apply a manifest with exactly one job, and the objects that it needs, as server-side apply does.
@@ -132,91 +95,6 @@ class AsyncClient:
         except RejectedError as error:
             raise explained(item, error) from error
         return answer
-
-    async def list(
-        self, *, namespace: str | None = None, all_namespaces: bool = False, selector: str = ""
-    ) -> Sequence[Job]:
-        """The jobs of a namespace, or of all, by namespace and name."""
-        space = None if all_namespaces else namespace or self.namespace
-        items, _ = await self.server.collect(JOBS, space, selector=selector)
-        return sorted((Job(item) for item in items), key=lambda job: (job.namespace, job.name))
-
-    async def get(self, name: str) -> Job:
-        """One job.
-
-        Raises:
-            NotFoundError: it does not exist. The message names the nearest existing name, or another namespace.
-        """
-        try:
-            return Job(await self.server.get(JOBS, name, self.namespace))
-        except NotFoundError:
-            raise await self._missing(name) from None
-
-    async def status(self, name: str) -> Job:
-        """The same as `get`: a job contains its status."""
-        return await self.get(name)
-
-    async def pods(self, name: str) -> Sequence[WorkerPod]:
-        """The worker pods of a job, by worker and incarnation."""
-        items, _ = await self.server.collect(PODS, self.namespace, selector=f"{LABEL_JOB}={name}")
-        return sorted((WorkerPod.of(item) for item in items), key=lambda pod: (pod.worker, pod.incarnation))
-
-    async def events(self, name: str, *, pods: bool = False) -> Sequence[JobEvent]:
-        """The events about a job, the latest last; with `pods`, also those about its worker pods."""
-        job = await self.get(name)
-        items, _ = await self.server.collect(EVENTS, self.namespace, fields=f"involvedObject.uid={job.uid}")
-        if pods:
-            names = {pod.name for pod in await self.pods(name)}
-            others, _ = await self.server.collect(EVENTS, self.namespace, fields="involvedObject.kind=Pod")
-            items += [item for item in others if (item.get("involvedObject") or {}).get("name") in names]
-        return [event for _, event in sorted(map(_in_order, items), key=lambda pair: pair[0])]
-
-    async def watch(self, name: str) -> AsyncIterator[Job | None]:
-        """Yield the job now and after each change; None once it is deleted, and then nothing more."""
-        job: Job | None = await self.get(name)
-        while job is not None:
-            yield job
-            changed = job
-            try:
-                fields = f"metadata.name={name}"
-                async for event, item in self.server.watch(JOBS, job.revision, self.namespace, fields=fields):
-                    if item["metadata"].get("uid") != job.uid:
-                        continue
-                    if event == "DELETED":
-                        yield None
-                        return
-                    changed = Job(item)
-                    yield changed
-            except RejectedError as error:
-                if error.status != HTTPStatus.GONE:
-                    raise
-            await asyncio.sleep(RETRY_SECONDS)
-            found = await self.server.find(JOBS, name, self.namespace)
-            job = Job(found) if found is not None and found["metadata"].get("uid") == changed.uid else None
-        yield None
-
-    async def watch_all(self, *, all_namespaces: bool = False, selector: str = "") -> AsyncIterator[tuple[Job, bool]]:
-        """Yield each job of the namespace, or of all, now and after each change, with whether it was deleted."""
-        space, known = None if all_namespaces else self.namespace, dict[str, Job]()
-        while True:
-            items, revision = await self.server.collect(JOBS, space, selector=selector)
-            now = {job.uid: job for job in map(Job, items)}
-            for uid in known.keys() - now.keys():
-                yield known[uid], True
-            for job in sorted(now.values(), key=lambda job: (job.namespace, job.name)):
-                yield job, False
-            known = now
-            try:
-                async for event, item in self.server.watch(JOBS, revision, space, selector=selector):
-                    job, deleted = Job(item), event == "DELETED"
-                    known[job.uid] = job
-                    if deleted:
-                        del known[job.uid]
-                    yield job, deleted
-            except RejectedError as error:
-                if error.status != HTTPStatus.GONE:
-                    raise
-            await asyncio.sleep(RETRY_SECONDS)
 
     async def wait(self, name: str, target: Target | str = FINISHED, *, timeout: float | None = None) -> Job | None:  # noqa: ASYNC109
         """Wait until a job reaches a state. Returns the job, or None if it was deleted, as the state asks.
@@ -384,7 +262,7 @@ class AsyncClient:
             RejectedError: the program fails. The message is the program's.
         """
         job, options = await self.get(name), options or PodOptions()
-        return await programs.generate(self, job, generation or Generation(), step, options, notify)
+        return await programs.generate(self.server, job, generation or Generation(), step, options, notify)
 
     async def inspect_checkpoints(
         self,
@@ -414,9 +292,11 @@ class AsyncClient:
         """
         job, options = await self.get(name), options or PodOptions()
         if target is not None and "://" not in str(target):
-            return [await programs.copy_checkpoint_here(self, job, step, Path(target), options, notify, best=best)]
+            return [
+                await programs.copy_checkpoint_here(self.server, job, step, Path(target), options, notify, best=best)
+            ]
         where = None if target is None else str(target)
-        return await programs.inspect_checkpoints(self, job, action, step, options, notify, where, best=best)
+        return await programs.inspect_checkpoints(self.server, job, action, step, options, notify, where, best=best)
 
     async def export(
         self,
@@ -447,8 +327,8 @@ class AsyncClient:
         """
         job, wanted, options = await self.get(name), export or Export(), options or PodOptions()
         if on_claim:
-            return await programs.export_to_claim(self, job, wanted, step, str(target), options, notify)
-        return await programs.export_here(self, job, wanted, step, Path(target), options, notify)
+            return await programs.export_to_claim(self.server, job, wanted, step, str(target), options, notify)
+        return await programs.export_here(self.server, job, wanted, step, Path(target), options, notify)
 
     async def delete(self, name: str, *, wait: bool = False, timeout: float | None = None) -> None:  # noqa: ASYNC109
         """Delete a job, and its pods with it. Checkpoints stay.
@@ -477,7 +357,7 @@ class AsyncClient:
         while True:
             if await self.server.find(JOBS, name, self.namespace) is None and not await self.pods(name):
                 return
-            await asyncio.sleep(RETRY_SECONDS / 4)
+            await asyncio.sleep(GONE_POLL_SECONDS)
 
     async def _patch(self, name: str, body: KubeObject) -> Job:
         action = Action("patch", JOBS, self.namespace, name)
@@ -489,22 +369,6 @@ class AsyncClient:
             )
         except NotFoundError:
             raise await self._missing(name) from None
-
-    async def _missing(self, name: str) -> NotFoundError:
-        """The error for a job that does not exist, with the names that do."""
-        if not name:
-            return NotFoundError("the name of the job is empty: set the variable of the shell that has it")
-        here = [job.name for job in await self.list()]
-        text = f"no job `{name}` in namespace `{self.namespace}`"
-        if near := nearest(name, here):
-            return NotFoundError(f"{text}{suggestion(name, here)}", near)
-        try:
-            elsewhere = [job.namespace for job in await self.list(all_namespaces=True) if job.name == name]
-        except Exception:  # noqa: BLE001 - only a hint: whoever may not list all namespaces gets none
-            elsewhere = []
-        if elsewhere:
-            return NotFoundError(f"{text}: it is in namespace `{elsewhere[0]}`: use -n {elsewhere[0]}", (name,))
-        return NotFoundError(f"{text}. To list all jobs: meshwright list -A")
 
     async def _kind_of(self, item: KubeObject) -> Kind:
         """The API server's kind of an object, from its discovery documents."""
@@ -530,9 +394,3 @@ def _objects(manifest: Manifest) -> tuple[list[KubeObject], str]:
         return read_manifest(manifest), str(manifest)
     documents = [manifest] if isinstance(manifest, Mapping) else manifest
     return checked(documents, "manifest"), "manifest"
-
-
-def _in_order(item: KubeObject) -> tuple[tuple[str, int], JobEvent]:
-    """An event, and what orders it: its time has seconds, in which the API server's versions tell the earlier one."""
-    event, version = JobEvent.of(item), str(item["metadata"].get("resourceVersion"))
-    return (str(event.time), int(version) if version.isdecimal() else 0), event

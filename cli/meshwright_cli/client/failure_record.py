@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from meshwright.api.status import FailureStatus
 from meshwright_cli.client.checkpoints.read import read_on_claim
 from meshwright_cli.client.errors import MeshwrightError
+from meshwright_cli.client.job_reader import JobReader
 from meshwright_cli.client.objects import Job, WorkerPod
-
-if TYPE_CHECKING:
-    from meshwright_cli.client.async_client import AsyncClient
 
 _READ = """
 import json, os, sys
@@ -43,7 +40,7 @@ class RecordedFailure:
     """Where it was read, for people."""
 
 
-async def read_failure(client: AsyncClient, job: Job, pods: Sequence[WorkerPod]) -> RecordedFailure | None:
+async def read_failure(reader: JobReader, job: Job, pods: Sequence[WorkerPod]) -> RecordedFailure | None:
     """The latest recorded failure of a job, from its claim if it can be read, else from its status. None without one.
 
     If the claim cannot be read, `where` says why.
@@ -61,7 +58,7 @@ async def read_failure(client: AsyncClient, job: Job, pods: Sequence[WorkerPod])
         return short
     name = failure.path.rstrip("/").rpartition("/")[2]
     try:
-        content = await read_on_claim(client, job, pods, _READ, name)
+        content = await read_on_claim(reader, job, pods, _READ, name)
         return _parsed(failure, content, f"claim {job.spec.checkpoint.claim_name}")
     except (MeshwrightError, ValueError) as error:
         why = f"the job's status, because claim {job.spec.checkpoint.claim_name} cannot be read: {error}"

@@ -12,17 +12,14 @@ import re
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from meshwright.api import conditions
 from meshwright.layout import Layout
 from meshwright_cli.client.api_server import PODS, Action
 from meshwright_cli.client.errors import MeshwrightError, NotFoundError, RejectedError
 from meshwright_cli.client.failure_record import read_failure
+from meshwright_cli.client.job_reader import JobReader
 from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod, newest_pods, ranks_by_worker
-
-if TYPE_CHECKING:
-    from meshwright_cli.client.async_client import AsyncClient
 
 POLL_SECONDS = 1.0
 FAILURES = ("RankFailure", "PodFailed", "RankFailed", "RestartLimitReached")
@@ -128,17 +125,17 @@ def _failed(job: Job, events: Sequence[JobEvent], known: Sequence[int]) -> Selec
     raise NotFoundError(f"no worker of {job.name} has failed, according to its events")
 
 
-async def follow_logs(client: AsyncClient, name: str, source: LogSource) -> AsyncIterator[LogLine]:
+async def follow_logs(reader: JobReader, name: str, source: LogSource) -> AsyncIterator[LogLine]:
     """Yield the lines of a job's logs, of several pods as they arrive."""
-    job = await client.get(name)
-    selection = await _selected(client, job, source)
+    job = await reader.get(name)
+    selection = await _selected(reader, job, source)
     queue: asyncio.Queue[LogLine | BaseException | None] = asyncio.Queue(maxsize=1000)
-    readers = [
-        asyncio.create_task(_read_worker(client, job, worker, source, selection, queue)) for worker in selection.workers
+    tasks = [
+        asyncio.create_task(_read_worker(reader, job, worker, source, selection, queue)) for worker in selection.workers
     ]
     try:
         ended = 0
-        while ended < len(readers):
+        while ended < len(tasks):
             item = await queue.get()
             if item is None:
                 ended += 1
@@ -147,24 +144,24 @@ async def follow_logs(client: AsyncClient, name: str, source: LogSource) -> Asyn
             else:
                 yield item
     finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _selected(client: AsyncClient, job: Job, source: LogSource) -> Selection:
+async def _selected(reader: JobReader, job: Job, source: LogSource) -> Selection:
     """The selection; with `follow`, once the job has worker pods."""
     while True:
-        now, pods = await client.get(job.name), await client.pods(job.name)
+        now, pods = await reader.get(job.name), await reader.pods(job.name)
         waits = source.follow and not pods and not now.status.placement
         if not waits or now.finished or now.is_true(conditions.STALLED):
-            events = await client.events(job.name) if source.failed_first else []
+            events = await reader.events(job.name) if source.failed_first else []
             return select(now, source, pods, events)
         await asyncio.sleep(POLL_SECONDS)
 
 
 async def _read_worker(
-    client: AsyncClient,
+    reader: JobReader,
     job: Job,
     worker: int,
     source: LogSource,
@@ -175,15 +172,15 @@ async def _read_worker(
     done: set[tuple[str, int]] = set()
     try:
         while True:
-            pod = await _pod_to_read(client, job.name, worker, source, selection.pod)
+            pod = await _pod_to_read(reader, job.name, worker, source, selection.pod)
             if pod is not None and (pod.name, pod.restarts) not in done:
                 done.add((pod.name, pod.restarts))
                 first = len(done) == 1
-                async for line in _read_pod(client, pod, source, selection, tail=source.tail if first else None):
+                async for line in _read_pod(reader, pod, source, selection, tail=source.tail if first else None):
                     await queue.put(line)
-            elif not source.follow or selection.pod or await _over(client, job):
+            elif not source.follow or selection.pod or await _over(reader, job):
                 if not done and selection.record:
-                    for line in await _recorded_lines(client, job.name, worker, selection):
+                    for line in await _recorded_lines(reader, job.name, worker, selection):
                         await queue.put(line)
                 elif not done:
                     text = f"worker {worker} of {job.name} has no log yet: {_state_of(pod, job)}"
@@ -200,10 +197,10 @@ def _state_of(pod: WorkerPod | None, job: Job) -> str:
     return f"pod {pod.name} is {pod.state}" if pod is not None else f"it has no pod. The job is {job.state}"
 
 
-async def _recorded_lines(client: AsyncClient, name: str, worker: int, selection: Selection) -> list[LogLine]:
+async def _recorded_lines(reader: JobReader, name: str, worker: int, selection: Selection) -> list[LogLine]:
     """What is left of a failure whose pod is gone."""
-    job, pods = await client.get(name), await client.pods(name)
-    found = await read_failure(client, job, pods)
+    job, pods = await reader.get(name), await reader.pods(name)
+    found = await read_failure(reader, job, pods)
     gone = f"pod {selection.pod} no longer exists" if selection.pod else "the pod no longer exists"
     if found is None or found.failure.rank is None:
         text = f"{gone}, and its log with it. The job recorded: {selection.record}"
@@ -223,10 +220,10 @@ async def _recorded_lines(client: AsyncClient, name: str, worker: int, selection
 
 
 async def _pod_to_read(
-    client: AsyncClient, name: str, worker: int, source: LogSource, failed: str = ""
+    reader: JobReader, name: str, worker: int, source: LogSource, failed: str = ""
 ) -> WorkerPod | None:
     """The pod whose log to read next; None if it has not started."""
-    own = [pod for pod in await client.pods(name) if pod.worker == worker]
+    own = [pod for pod in await reader.pods(name) if pod.worker == worker]
     if failed:
         return next((pod for pod in own if pod.name == failed and pod.container_started), None)
     newest = newest_pods(own)
@@ -246,7 +243,7 @@ def _no_previous(pod: WorkerPod) -> WorkerPod:
 
 
 async def _read_pod(
-    client: AsyncClient, pod: WorkerPod, source: LogSource, selection: Selection, tail: int | None
+    reader: JobReader, pod: WorkerPod, source: LogSource, selection: Selection, tail: int | None
 ) -> AsyncIterator[LogLine]:
     """Yield the selected lines of a pod's log. The API server counts the last lines before they are selected."""
     params = {"follow": "true"} if source.follow else {}
@@ -254,12 +251,12 @@ async def _read_pod(
         params["tailLines"] = str(tail)
         tail = None
     params |= {"previous": "true"} if source.previous and pod.restarts else {}
-    action = Action("get", PODS, client.namespace, pod.name, "log")
-    path = PODS.path(client.namespace, pod.name, "log")
+    action = Action("get", PODS, reader.namespace, pod.name, "log")
+    path = PODS.path(reader.namespace, pod.name, "log")
     with contextlib.suppress(NotFoundError):  # deleted since it was listed
         try:
             last: deque[LogLine] = deque(maxlen=tail)
-            async for raw in client.server.lines(path, action, params):
+            async for raw in reader.server.lines(path, action, params):
                 line = LogLine.of(pod, raw.decode(errors="replace"))
                 if selection.shows(line):
                     if tail is None:
@@ -272,10 +269,10 @@ async def _read_pod(
             raise RejectedError(f"the log of pod {pod.name} cannot be read: {error}", error.status) from error
 
 
-async def _over(client: AsyncClient, job: Job) -> bool:
+async def _over(reader: JobReader, job: Job) -> bool:
     """Whether nothing more will be logged: the job has finished, or no longer exists."""
     try:
-        now = await client.get(job.name)
+        now = await reader.get(job.name)
     except NotFoundError:
         return True
     return now.finished or now.uid != job.uid

@@ -38,7 +38,7 @@ class Job:
         return f"Job({self.namespace}/{self.name}: {self.state})"
 
     def _repr_html_(self) -> str:
-        return job_page(self)
+        return job_page(f"{self.namespace}/{self.name}", self.message, self.status)
 
     @property
     def name(self) -> str:

@@ -9,21 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from meshwright.api.labels import WORKER_CONTAINER
 from meshwright_cli.client.api_server import EXEC_PROTOCOLS, PODS, Action
 from meshwright_cli.client.errors import RejectedError
-
-if TYPE_CHECKING:
-    from meshwright_cli.client.async_client import AsyncClient
+from meshwright_cli.client.job_reader import JobReader
 
 _STDOUT, _STDERR, _STATUS = 1, 2, 3
 MAX_OUTPUT = 1 << 30
 
 
 async def run_in_pod(
-    client: AsyncClient, pod: str, command: Sequence[str], *, container: str = WORKER_CONTAINER, seconds: float = 60.0
+    reader: JobReader, pod: str, command: Sequence[str], *, container: str = WORKER_CONTAINER, seconds: float = 60.0
 ) -> bytes:
     """Run a command in a pod; return its standard output.
 
@@ -31,13 +28,13 @@ async def run_in_pod(
         ForbiddenError: you may not run commands in pods.
         RejectedError: the pod does not run, or the command failed.
     """
-    action = Action("create", PODS, client.namespace, pod, "exec")
+    action = Action("create", PODS, reader.namespace, pod, "exec")
     params = [("container", container), ("stdout", "true"), ("stderr", "true"), *(("command", c) for c in command)]
     streams = {_STDOUT: bytearray(), _STDERR: bytearray(), _STATUS: bytearray()}
     try:
         async with asyncio.timeout(seconds):
-            path = PODS.path(client.namespace, pod, "exec")
-            async for message in client.server.messages(path, action, params, EXEC_PROTOCOLS):
+            path = PODS.path(reader.namespace, pod, "exec")
+            async for message in reader.server.messages(path, action, params, EXEC_PROTOCOLS):
                 if message and message[0] in streams:
                     streams[message[0]] += message[1:]
                 if len(streams[_STDOUT]) > MAX_OUTPUT:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.api.labels import METRICS_PORT, PROFILE_DIRECTORY, PROFILE_REQUEST
 from meshwright_cli.client.errors import (
@@ -23,13 +23,11 @@ from meshwright_cli.client.errors import (
     UnreachableError,
     WaitTimeoutError,
 )
+from meshwright_cli.client.job_reader import JobReader
 from meshwright_cli.client.objects import Job, WorkerPod, newest_pods, ranks_by_worker
 from meshwright_cli.client.pod_exec import run_in_pod
 from meshwright_cli.client.rank_metrics import RankSample, read_samples
 from meshwright_cli.client.trace_merge import RankTrace, merge
-
-if TYPE_CHECKING:
-    from meshwright_cli.client.async_client import AsyncClient
 
 POLL_SECONDS = 1.0
 START_SECONDS, FETCH_SECONDS = 60.0, 600.0
@@ -97,12 +95,12 @@ class Profile:
 
 
 async def profile_job(
-    client: AsyncClient, job: Job, ranks: Sequence[int] | None, steps: range | int, seconds: float
+    reader: JobReader, job: Job, ranks: Sequence[int] | None, steps: range | int, seconds: float
 ) -> Profile:
     """Profile ranks of a job that runs.
 
     Args:
-        client: the client.
+        reader: of the cluster.
         job: a job that runs.
         ranks: ranks; None: all.
         steps: the steps, or how many of the next ones.
@@ -115,12 +113,12 @@ async def profile_job(
     """
     if job.spec.runtime.command is not None:
         raise RejectedError(f"{job.name} runs a `runtime.command`: call torch.profiler in your script")
-    chosen = _pods_of(job, await client.pods(job.name), ranks)
+    chosen = _pods_of(job, await reader.pods(job.name), ranks)
     lead = LEAD_SECONDS
     for tried in range(1, TRIES + 1):
-        wanted = _steps(job, await _samples(client, chosen), steps, lead)
+        wanted = _steps(job, await _samples(reader, chosen), steps, lead)
         try:
-            return Profile(job.name, wanted, await _profiled(client, job.name, chosen, wanted, seconds))
+            return Profile(job.name, wanted, await _profiled(reader, job.name, chosen, wanted, seconds))
         except RejectedError as error:
             if isinstance(steps, range) or _TOO_LATE not in str(error) or tried == TRIES:
                 raise
@@ -144,11 +142,11 @@ def _pods_of(job: Job, pods: Sequence[WorkerPod], ranks: Sequence[int] | None) -
     return found
 
 
-async def _samples(client: AsyncClient, chosen: Mapping[int, WorkerPod]) -> list[RankSample]:
+async def _samples(reader: JobReader, chosen: Mapping[int, WorkerPod]) -> list[RankSample]:
     """What the metrics of the pods say about these ranks."""
     pods = sorted({pod.name for pod in chosen.values()})
     command = ("python", "-c", _METRICS, str(METRICS_PORT))
-    pages = await asyncio.gather(*(_run(client, pod, command) for pod in pods))
+    pages = await asyncio.gather(*(_run(reader, pod, command) for pod in pods))
     samples: dict[int, RankSample] = {}
     for page in pages:
         samples |= read_samples(page.decode(errors="replace"))
@@ -177,37 +175,37 @@ def _steps(job: Job, samples: Sequence[RankSample], steps: range | int, lead: fl
 
 
 async def _profiled(
-    client: AsyncClient, job: str, chosen: Mapping[int, WorkerPod], steps: range, seconds: float
+    reader: JobReader, job: str, chosen: Mapping[int, WorkerPod], steps: range, seconds: float
 ) -> list[RankTrace]:
     """Write the request into each pod, and wait for all traces."""
     name = secrets.token_hex(6)
     request = json.dumps({"name": name, "ranks": sorted(chosen), "first": steps.start, "last": steps.stop - 1})
     pods = sorted({pod.name for pod in chosen.values()})
     try:
-        await asyncio.gather(*(_run(client, pod, ("python", "-c", _REQUEST, request)) for pod in pods))
+        await asyncio.gather(*(_run(reader, pod, ("python", "-c", _REQUEST, request)) for pod in pods))
         async with asyncio.timeout(seconds):
-            return list(await asyncio.gather(*(_trace(client, name, rank, pod) for rank, pod in chosen.items())))
+            return list(await asyncio.gather(*(_trace(reader, name, rank, pod) for rank, pod in chosen.items())))
     except TimeoutError:
-        reached = (await client.get(job)).status.step or 0
+        reached = (await reader.get(job)).status.step or 0
         raise WaitTimeoutError(
             f"{job} did not complete step {steps.stop - 1} within {seconds:g} s: it has completed step {reached}"
         ) from None
     except NotFoundError:
-        state = (await client.get(job)).state
+        state = (await reader.get(job)).state
         raise NotFoundError(
             f"a pod of these ranks has ended or was replaced: {job} is {state}. Profile it again once it is Running"
         ) from None
     finally:
         remove = ("python", "-c", _REMOVE, name)
         # An error here must not hide the result. Ranks delete traces too, before their next profile.
-        await asyncio.gather(*(run_in_pod(client, pod, remove) for pod in pods), return_exceptions=True)
+        await asyncio.gather(*(run_in_pod(reader, pod, remove) for pod in pods), return_exceptions=True)
 
 
-async def _trace(client: AsyncClient, name: str, rank: int, pod: WorkerPod) -> RankTrace:
+async def _trace(reader: JobReader, name: str, rank: int, pod: WorkerPod) -> RankTrace:
     """Wait for the trace of one rank, and fetch it."""
     command = ("python", "-c", _FETCH, f"{name}-rank-{rank}.json.gz")
     while True:
-        content = await _run(client, pod.name, command, FETCH_SECONDS)
+        content = await _run(reader, pod.name, command, FETCH_SECONDS)
         if content:
             break
         await asyncio.sleep(POLL_SECONDS)
@@ -236,11 +234,11 @@ def read_trace(content: bytes, rank: int) -> dict[str, Any]:
     return trace
 
 
-async def _run(client: AsyncClient, pod: str, command: Sequence[str], seconds: float = START_SECONDS) -> bytes:
+async def _run(reader: JobReader, pod: str, command: Sequence[str], seconds: float = START_SECONDS) -> bytes:
     """Run a command in a pod; again if the API server or the node is overloaded, or the connection is cut."""
     for tried in range(1, TRIES + 1):
         try:
-            return await run_in_pod(client, pod, command, seconds=seconds)
+            return await run_in_pod(reader, pod, command, seconds=seconds)
         except (UnreachableError, RejectedError) as error:
             passes = isinstance(error, UnreachableError) or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
             if not passes or tried == TRIES:

@@ -8,20 +8,17 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.api.labels import CHECKPOINT_MOUNT
 from meshwright.api.objects import KubeObject
-from meshwright_cli.client.api_server import Action
+from meshwright_cli.client.api_server import Action, ApiServer
 from meshwright_cli.client.checkpoints.pod import LIFE_SECONDS, OUTPUT_MOUNT, Tool, memory_quantity, tool_pod
 from meshwright_cli.client.checkpoints.run_pod import PodRun
 from meshwright_cli.client.checkpoints.source import checkpoint_path, export_memory, generation_memory, places_of
 from meshwright_cli.client.checkpoints.transfer import PodDirectory
 from meshwright_cli.client.errors import ForbiddenError, ManifestError, MeshwrightError, RejectedError
 from meshwright_cli.client.objects import Job
-
-if TYPE_CHECKING:
-    from meshwright_cli.client.async_client import AsyncClient
 
 GENERATE, EXPORT = "meshwright_worker.generate", "meshwright_worker.export"
 CHECKPOINTS = "meshwright_worker.checkpoints"
@@ -113,7 +110,7 @@ def generate_command(checkpoint: str, generation: Generation, gpus: int) -> list
 
 
 async def generate(
-    client: AsyncClient, job: Job, generation: Generation, step: int | None, options: PodOptions, notify: Notify
+    server: ApiServer, job: Job, generation: Generation, step: int | None, options: PodOptions, notify: Notify
 ) -> str:
     """Continue a text with the model of a job's checkpoint; the text.
 
@@ -124,11 +121,11 @@ async def generate(
     memory = options.memory or memory_quantity(generation_memory(job, generation.precision or "fp32", options.gpus))
     command = generate_command(checkpoint_path(job, step), generation, options.gpus)
     pod = tool_pod(job, Tool("generate", command, options.gpus, memory), secrets.token_hex(4))
-    return "\n".join(await _run(client, pod, options, notify))
+    return "\n".join(await _run(server, pod, options, notify))
 
 
 async def export_to_claim(
-    client: AsyncClient, job: Job, export: Export, step: int | None, directory: str, options: PodOptions, notify: Notify
+    server: ApiServer, job: Job, export: Export, step: int | None, directory: str, options: PodOptions, notify: Notify
 ) -> str:
     """Export into a directory of the checkpoint claim; the program's summary.
 
@@ -144,12 +141,12 @@ async def export_to_claim(
     arguments = [f"--checkpoint={checkpoint_path(job, step)}", f"--output={CHECKPOINT_MOUNT}/{path}"]
     command = ["python", "-m", EXPORT, *arguments, *export.arguments()]
     tool = Tool("export", command, memory=_export_memory(job, export, options), writes_claim=True)
-    lines = await _run(client, tool_pod(job, tool, secrets.token_hex(4)), options, notify)
+    lines = await _run(server, tool_pod(job, tool, secrets.token_hex(4)), options, notify)
     return _summary(lines, f"{path} on {job.spec.checkpoint.place}" if job.spec.checkpoint else str(path))
 
 
 async def export_here(
-    client: AsyncClient, job: Job, export: Export, step: int | None, target: Path, options: PodOptions, notify: Notify
+    server: ApiServer, job: Job, export: Export, step: int | None, target: Path, options: PodOptions, notify: Notify
 ) -> str:
     """Export in the pod, and copy the files to a new or empty local directory; the program's summary.
 
@@ -165,10 +162,10 @@ async def export_here(
         "export", ["python", "-c", _RUN_AND_WAIT, EXPORT, *arguments], memory=_export_memory(job, export, options),
         has_output=True,
     )  # fmt: skip
-    await _check_exec(client, job)
-    async with _start(client, tool_pod(job, tool, secrets.token_hex(4)), options, notify) as run:
+    await _check_exec(server, job)
+    async with _start(server, tool_pod(job, tool, secrets.token_hex(4)), options, notify) as run:
         lines = await _until_ready(run, tool.memory)
-        directory = PodDirectory(client.server, run.namespace, run.name, output)
+        directory = PodDirectory(server, run.namespace, run.name, output)
         await directory.copy_to(target, lambda name, size: notify(f"{name}: {size:,} bytes"))
     return _summary(lines, str(target))
 
@@ -201,7 +198,7 @@ def entries_of(lines: Sequence[str]) -> list[dict[str, Any]]:
 
 
 async def inspect_checkpoints(
-    client: AsyncClient,
+    server: ApiServer,
     job: Job,
     action: str,
     step: int | None,
@@ -214,7 +211,7 @@ async def inspect_checkpoints(
     """List, verify or copy a job's checkpoints in a pod next to them; what the program says of each.
 
     Args:
-        client: the cluster.
+        server: the API server.
         job: the job.
         action: `list`, `verify` or `copy`.
         step: only the checkpoint of this step.
@@ -228,11 +225,11 @@ async def inspect_checkpoints(
     """
     command = checkpoints_command(action, places_of(job), step, target, best=best)
     tool = Tool("checkpoint", command, memory=options.memory or CHECKPOINTS_MEMORY)
-    return entries_of(await _run(client, tool_pod(job, tool, secrets.token_hex(4)), options, notify))
+    return entries_of(await _run(server, tool_pod(job, tool, secrets.token_hex(4)), options, notify))
 
 
 async def copy_checkpoint_here(
-    client: AsyncClient,
+    server: ApiServer,
     job: Job,
     step: int | None,
     target: Path,
@@ -253,8 +250,8 @@ async def copy_checkpoint_here(
     _, _, *arguments = checkpoints_command("copy", places_of(job), step, output, best=best)
     command = ["python", "-c", _RUN_AND_WAIT, *arguments]
     tool = Tool("checkpoint", command, memory=options.memory or CHECKPOINTS_MEMORY, has_output=True)
-    await _check_exec(client, job)
-    async with _start(client, tool_pod(job, tool, secrets.token_hex(4)), options, notify) as run:
+    await _check_exec(server, job)
+    async with _start(server, tool_pod(job, tool, secrets.token_hex(4)), options, notify) as run:
         lines = await _until_ready(run, tool.memory)
         (copied,) = entries_of(lines)
         name = f"step-{int(copied['step']):08d}"
@@ -263,7 +260,7 @@ async def copy_checkpoint_here(
         hidden = target / f".writing-0-{name}"
         shutil.rmtree(hidden, ignore_errors=True)
         try:
-            directory = PodDirectory(client.server, run.namespace, run.name, f"{output}/{name}")
+            directory = PodDirectory(server, run.namespace, run.name, f"{output}/{name}")
             await directory.copy_to(hidden, lambda file, size: notify(f"{file}: {size:,} bytes"))
             hidden.rename(target / name)
         finally:
@@ -280,7 +277,7 @@ def _export_memory(job: Job, export: Export, options: PodOptions) -> str | None:
     return options.memory or memory_quantity(export_memory(job, export.dtype or "fp32", export.file_gib or 4.0))
 
 
-async def _check_exec(client: AsyncClient, job: Job) -> None:
+async def _check_exec(server: ApiServer, job: Job) -> None:
     """Check before the export, which takes time, that its files can be copied.
 
     Raises:
@@ -292,7 +289,7 @@ async def _check_exec(client: AsyncClient, job: Job) -> None:
         "spec": {"resourceAttributes": attributes},
     }  # fmt: skip
     try:
-        answer = await client.server.request("POST", _REVIEWS, Action("create"), body=body)
+        answer = await server.request("POST", _REVIEWS, Action("create"), body=body)
     except MeshwrightError:
         return  # the transfer reports it
     if not (answer.get("status") or {}).get("allowed"):
@@ -303,16 +300,16 @@ async def _check_exec(client: AsyncClient, job: Job) -> None:
         )  # fmt: skip
 
 
-def _start(client: AsyncClient, pod: KubeObject, options: PodOptions, notify: Notify) -> PodRun:
+def _start(server: ApiServer, pod: KubeObject, options: PodOptions, notify: Notify) -> PodRun:
     container = pod["spec"]["containers"][0]
     notify(f"Running pod {pod['metadata']['name']} with image {container['image']}")
-    return PodRun(client, pod, options.start_seconds)
+    return PodRun(server, pod, options.start_seconds)
 
 
-async def _run(client: AsyncClient, pod: KubeObject, options: PodOptions, notify: Notify) -> list[str]:
+async def _run(server: ApiServer, pod: KubeObject, options: PodOptions, notify: Notify) -> list[str]:
     """Run a pod to its end; the lines of its log."""
     limits = pod["spec"]["containers"][0]["resources"]["limits"]
-    async with _start(client, pod, options, notify) as run:
+    async with _start(server, pod, options, notify) as run:
         lines = [line async for line in run.log()]
         code, _ = await run.exit_code()
         if code:

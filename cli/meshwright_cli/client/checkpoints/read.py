@@ -9,27 +9,24 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from meshwright.api.labels import CHECKPOINT_MOUNT
 from meshwright_cli.client.checkpoints.pod import Tool, tool_pod
 from meshwright_cli.client.checkpoints.run_pod import PodRun
 from meshwright_cli.client.errors import MeshwrightError, RejectedError
+from meshwright_cli.client.job_reader import JobReader
 from meshwright_cli.client.objects import Job, WorkerPod
 from meshwright_cli.client.pod_exec import run_in_pod
-
-if TYPE_CHECKING:
-    from meshwright_cli.client.async_client import AsyncClient
 
 START_SECONDS = 60.0
 """How long the reading pod may take to start."""
 
 
-async def read_on_claim(client: AsyncClient, job: Job, pods: Sequence[WorkerPod], program: str, *arguments: str) -> str:
+async def read_on_claim(reader: JobReader, job: Job, pods: Sequence[WorkerPod], program: str, *arguments: str) -> str:
     """Run a Python program that prints files of a job's checkpoint claim; its output.
 
     Args:
-        client: the client.
+        reader: of the cluster.
         job: a job with `spec.checkpoint`.
         pods: its worker pods.
         program: gets the directory of the job's checkpoints as its first argument, and must not import anything but
@@ -44,9 +41,9 @@ async def read_on_claim(client: AsyncClient, job: Job, pods: Sequence[WorkerPod]
     running = next((pod for pod in pods if pod.state == "Running"), None)
     if running is not None:
         with contextlib.suppress(MeshwrightError):  # such as without the right to run commands in pods
-            return (await run_in_pod(client, running.name, command)).decode(errors="replace")
+            return (await run_in_pod(reader, running.name, command)).decode(errors="replace")
     tool = Tool("read", command, memory="256Mi", cpu="50m", only_checkpoints=True)
-    async with PodRun(client, tool_pod(job, tool, secrets.token_hex(4)), START_SECONDS) as pod:
+    async with PodRun(reader.server, tool_pod(job, tool, secrets.token_hex(4)), START_SECONDS) as pod:
         lines = [line async for line in pod.log()]
         code, reason = await pod.exit_code()
     if code:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 from meshwright.api.objects import KubeObject
-from meshwright_cli.client.api_server import PODS, Action
+from meshwright_cli.client.api_server import PODS, Action, ApiServer
 from meshwright_cli.client.checkpoints.pod import CONTAINER, GRACE_SECONDS
 from meshwright_cli.client.errors import JobFailedError, MeshwrightError, NotFoundError, WaitTimeoutError
-
-if TYPE_CHECKING:
-    from meshwright_cli.client.async_client import AsyncClient
 
 POLL_SECONDS = 0.5
 HOPELESS = ("ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError", "CreateContainerError")
@@ -24,7 +20,7 @@ class PodRun:
     """One pod, which exists while the context is entered.
 
     Args:
-        client: the cluster.
+        server: the API server.
         manifest: the pod.
         start_seconds: time until its container must have started.
 
@@ -33,8 +29,8 @@ class PodRun:
         RejectedError: the API server rejects the pod.
     """
 
-    def __init__(self, client: AsyncClient, manifest: KubeObject, start_seconds: float) -> None:
-        self._client = client
+    def __init__(self, server: ApiServer, manifest: KubeObject, start_seconds: float) -> None:
+        self._server = server
         self._manifest = manifest
         self._start_seconds = start_seconds
 
@@ -51,7 +47,7 @@ class PodRun:
     async def __aenter__(self) -> PodRun:
         action = Action("create", PODS, self.namespace)
         try:
-            await self._client.server.request("POST", PODS.path(self.namespace), action, body=self._manifest)
+            await self._server.request("POST", PODS.path(self.namespace), action, body=self._manifest)
         except asyncio.CancelledError:
             await self._delete()  # the request may have arrived
             raise
@@ -77,7 +73,7 @@ class PodRun:
                 Action("get", PODS, self.namespace, self.name, "log"),
             )
             params = {"container": CONTAINER, "follow": "true"}
-            async for line in self._client.server.lines(path, action, params):
+            async for line in self._server.lines(path, action, params):
                 number += 1
                 if number > seen:
                     yield line.decode(errors="replace")
@@ -118,7 +114,7 @@ class PodRun:
 
     async def _pod(self) -> KubeObject:
         try:
-            return await self._client.server.get(PODS, self.name, self.namespace)
+            return await self._server.get(PODS, self.name, self.namespace)
         except NotFoundError:
             raise JobFailedError(f"pod {self.name} was deleted before it had finished") from None
 
@@ -127,7 +123,7 @@ class PodRun:
         body = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": GRACE_SECONDS}
         # The pod also ends by itself, and is deleted with its job: an error here must not hide the result.
         with contextlib.suppress(MeshwrightError):
-            deletion = self._client.server.request("DELETE", path, Action("delete", PODS, self.namespace), body=body)
+            deletion = self._server.request("DELETE", path, Action("delete", PODS, self.namespace), body=body)
             await asyncio.shield(asyncio.ensure_future(deletion))
 
 

@@ -11,17 +11,15 @@ import hmac
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from meshwright.api.objects import KubeObject
+from meshwright_local.nodeagent.runtime.container import Container
 from meshwright_local.nodeagent.runtime.process import StartError
 from meshwright_local.nodeagent.server import logs, remote_exec
-
-if TYPE_CHECKING:
-    from meshwright_local.nodeagent.agent import NodeAgent
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +45,24 @@ class KubeletTls:
         return context
 
 
+class NodePods(Protocol):
+    """The pods of a node, as its agent knows them."""
+
+    def find(self, namespace: str, name: str) -> KubeObject | None:
+        """Return a pod of this node."""
+
+    def container(self, pod: KubeObject, name: str) -> Container | None:
+        """Return a container that was started."""
+
+    def pod_directory(self, uid: str) -> Path:
+        """Return the directory of a pod's files, such as its logs."""
+
+
 class KubeletServer:
     """Serves one node on its own port. It can be started again after it was stopped."""
 
-    def __init__(self, agent: NodeAgent, tls: KubeletTls) -> None:
-        self._agent = agent
+    def __init__(self, pods: NodePods, tls: KubeletTls) -> None:
+        self._pods = pods
         self._tls = tls
         self._runner: web.AppRunner | None = None
 
@@ -89,8 +100,8 @@ class KubeletServer:
             options = logs.LogOptions.parse(request.query)
         except ValueError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
-        container = self._agent.container(pod, name)
-        directory = self._agent.pod_directory(pod["metadata"]["uid"]) / "logs" / name
+        container = self._pods.container(pod, name)
+        directory = self._pods.pod_directory(pod["metadata"]["uid"]) / "logs" / name
         runs = sorted(directory.glob("*.log"), key=lambda path: int(path.stem))
         if options.previous:
             runs = runs[:-1]
@@ -110,7 +121,7 @@ class KubeletServer:
 
     async def _exec(self, request: web.Request) -> web.StreamResponse:
         pod, name = self._pod(request), request.match_info["container"]
-        container = self._agent.container(pod, name)
+        container = self._pods.container(pod, name)
         if container is None:
             raise web.HTTPNotFound(text=f'container "{name}" is not running on this node')
         command_line = request.query.getall("command", [])
@@ -123,7 +134,7 @@ class KubeletServer:
 
     def _pod(self, request: web.Request) -> KubeObject:
         namespace, name = request.match_info["namespace"], request.match_info["pod"]
-        pod = self._agent.find(namespace, name)
+        pod = self._pods.find(namespace, name)
         if pod is None:
             raise web.HTTPNotFound(text=f'pod "{namespace}/{name}" is not on this node')
         return pod
