@@ -25,7 +25,7 @@ from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.http.limits import raise_descriptor_limit
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.kube.pod_info import read_pod
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 
 WORKERS = 64

@@ -23,13 +23,13 @@ from meshwright.api.objects import KubeObject
 from meshwright.planner.cost_model import Calibration
 from meshwright.protocol.messages import AgentState, MeshRequest, WorkerReport
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
-from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import Page
+from meshwright_operator.kube.job_event import JobEvent
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.watches import EventHandlers
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planner import Planner
 from meshwright_operator.planning.request import Answer
 from meshwright_operator.scheduling import placer

@@ -26,7 +26,7 @@ from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.pod_requests import PodRequest
 from meshwright_operator.kube.watches import EventHandlers
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 
 PODS_PER_NODE = 8
 WORKERS = 1000

@@ -30,7 +30,7 @@ from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient, Page
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.pod_requests import request_json_for
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling import waiting_jobs
 from meshwright_operator.scheduling.attempt import Attempt, Outcome
 from meshwright_operator.scheduling.cluster_view import ClusterView

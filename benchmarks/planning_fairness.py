@@ -23,7 +23,7 @@ from meshwright.api.parsing import parse_spec
 from meshwright.planner.cost_model import Calibration
 from meshwright.planner.errors import PlanError
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planner import PlanPendingError
 from meshwright_operator.planning.planning_service import PlanningService
 from meshwright_operator.scheduling.inventories import Inventories

@@ -24,10 +24,10 @@ from benchmarks._report import table, write_json
 from meshwright.api.labels import API_VERSION, KIND
 from meshwright.api.objects import KubeObject
 from meshwright.api.status import CheckpointStatus, ParallelTrainingJobStatus
-from meshwright_operator.controller.progress_budget import PROGRESS_WRITES_PER_SECOND, ProgressBudget
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
+from meshwright_operator.kube.progress_budget import PROGRESS_WRITES_PER_SECOND, ProgressBudget
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.timestamps import format_time, utc_now
 

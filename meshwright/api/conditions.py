@@ -23,6 +23,9 @@ KNOWN = (*ALL, RESCALING, PREFLIGHT_PASSED, CHECKPOINT_HEALTHY)
 """All conditions. Only elastic jobs have `Rescaling`, jobs whose workers check their pods `PreflightPassed`, and those
 of which a checkpoint was not saved `CheckpointHealthy`."""
 
+NO_LAYOUT = "NoLayout"
+"""Reason of `Placed` of a job for which no layout fits the cluster's nodes."""
+
 
 def find(conditions: Sequence[Condition], kind: str) -> Condition | None:
     """The condition of this type, or None."""

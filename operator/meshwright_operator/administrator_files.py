@@ -8,7 +8,7 @@ from pathlib import Path
 from meshwright.planner.topology.site import FabricError, SiteFabric, parse_fabric
 from meshwright.profiles.document import Profiles, ProfilesError, parse_profiles
 from meshwright_operator.documents import DocumentError, DocumentFile
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.policy import Policy, parse_policy
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from meshwright.addresses import split_host_port
 from meshwright.api.labels import COORDINATOR_PORT
-from meshwright_operator.controller.progress_budget import PROGRESS_WRITES_PER_SECOND
 from meshwright_operator.feature_gates import GATES, FeatureGates
 from meshwright_operator.http.limits import ConnectionLimits
+from meshwright_operator.kube.progress_budget import PROGRESS_WRITES_PER_SECOND
 from meshwright_operator.logging_config import FORMATS
 from meshwright_operator.manifests.network_policy import NetworkPolicyOptions
 

@@ -32,7 +32,7 @@ from meshwright_operator.http.connection import Connection
 from meshwright_operator.http.limits import ConnectionLimits
 from meshwright_operator.http.tls_connection import BUFFER_BYTES, TlsConnection
 from meshwright_operator.kube.cache import Cache
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from meshwright_worker.agent.coordinator_client import (
     CertificateRejectedError,

@@ -13,7 +13,7 @@ from promql_parser import Call, MatrixSelector, VectorSelector
 
 from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_worker.agent.metrics import WorkerMetrics
 from tests.conflicts import ROOT
 

@@ -22,7 +22,7 @@ from meshwright_operator.kube.informer import LONGEST_PAUSE_SECONDS, Informer, W
 from meshwright_operator.kube.resync import FAILED_SHARE, FIRST_RESYNC_SECONDS, Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from tests.operator.test_operator_parts import Server, with_cluster
 
 LIST_SECONDS = 5.0

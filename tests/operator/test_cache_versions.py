@@ -20,7 +20,7 @@ from meshwright_operator.kube.pod_requests import PodRequest
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watches import EventHandlers
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 
 NAMES = 3
 FIRST_VERSION = 10

@@ -15,7 +15,7 @@ from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_requests import PodRequest
 from meshwright_operator.metrics.cluster_metrics import COUNT_SECONDS, ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.counted_capacity import CountedCapacity, gpus_by_node
 from meshwright_operator.scheduling.gpu_capacity import GpuCapacity, gpu_capacity
 from meshwright_operator.scheduling.scheduler import JobScheduler

@@ -19,7 +19,7 @@ from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.operator.builders import observed, pod, report
 from tests.patience import patient, until

@@ -23,7 +23,7 @@ from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from meshwright_operator.kube.pod_requests import read_pod_request, request_json_for
 from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.manifests.owned_objects import owner_reference
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from tests.operator.support import node, until
 
 GPU = "gpu.nvidia.com"

@@ -15,14 +15,14 @@ from aiohttp import web
 from kubernetes.aio.client import Configuration
 
 from meshwright_operator.controller.pod_events import PodEvents
-from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.kube import recorder as recorder_module
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import EVENTS_IN_FLIGHT, ApiError, KubeClient, Page
 from meshwright_operator.kube.event_backlog import MOST_WAITING, EventBacklog, QueuedEvent
+from meshwright_operator.kube.job_event import JobEvent
 from meshwright_operator.kube.recorder import COMBINED_PREFIX, POSTED_AT_ONCE, EventRecorder
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from tests.operator.agents import Kubelet
 from tests.operator.builders import NOW
 from tests.operator.conftest import Settled, StartOperator

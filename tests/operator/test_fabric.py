@@ -10,7 +10,7 @@ from meshwright.planner.topology.site import SiteFabric, parse_fabric
 from meshwright_operator.administrator_files import fabric_file
 from meshwright_operator.documents import DocumentError
 from meshwright_operator.kube.cache import Cache
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling import inventories as module
 from meshwright_operator.scheduling.inventories import Inventories
 from tests.operator.support import node

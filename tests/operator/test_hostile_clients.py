@@ -19,7 +19,7 @@ from meshwright_operator.controller.http_server import health_application, serve
 from meshwright_operator.http import limits as http_limits
 from meshwright_operator.http.admission import Admission
 from meshwright_operator.http.limits import ConnectionLimits, TokenBucket, connections_for_descriptors
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.operator.builders import pod, report
 from tests.operator.test_coordinator import WORKERS, Stage

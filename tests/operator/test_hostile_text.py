@@ -9,10 +9,10 @@ import pytest
 
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.decide.conditions import JobState, set_job_state
-from meshwright_operator.decide.events import JobEvent
+from meshwright_operator.kube.job_event import JobEvent
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.logging_config import TextFormatter
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.timestamps import utc_now
 
 HOSTILE = "rank 0: \x1b]0;root\x07\x1b[2J\u202eboom\nsecond line"

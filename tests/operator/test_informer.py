@@ -25,7 +25,7 @@ from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.kube.watches import EventHandlers, watched_collections
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.patience import patient
 

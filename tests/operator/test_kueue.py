@@ -23,7 +23,7 @@ from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError
 from meshwright_operator.kube.watch_liveness import WatchLiveness
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.queues import kueue_watch
 from meshwright_operator.queues import workload_state as state
 from meshwright_operator.queues.kueue import Kueue

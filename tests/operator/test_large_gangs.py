@@ -24,7 +24,7 @@ from meshwright_operator.decide.observed import observe_workers
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.manifests.owned_objects import token_secret
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from tests.operator.builders import NOW, agents, observed, pod, running_status, spec
 from tests.operator.memory import MemoryCluster
 

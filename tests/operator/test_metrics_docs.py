@@ -15,7 +15,7 @@ from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics, job_metric
 from meshwright_operator.metrics.metrics_docs import render_page
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.gpu_capacity import GpuCapacity
 from meshwright_worker.agent.metrics import WorkerMetrics
 from tests.metrics.checks import undeclared_references, undeclared_samples

@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import Configuration
 
 from meshwright_operator.kube.client import KubeClient
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from tests.patience import patient
 
 IN_FLIGHT = 4

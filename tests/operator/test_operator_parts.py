@@ -27,10 +27,10 @@ from meshwright_operator.controller.status_patch import is_urgent, merge_diff
 from meshwright_operator.coordinator.tokens import KeyFileError, Tokens, load_key
 from meshwright_operator.decide import gang
 from meshwright_operator.decide.decide_job import decide
-from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube import client as client_module
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.job_event import JobEvent
 from meshwright_operator.kube.job_watch import cancel_stuck_watchers, watch_jobs
 from meshwright_operator.kube.paths import core_path, jobs_path, lease_path, pods_path, resource_of
 from meshwright_operator.kube.pod_info import read_pod
@@ -38,7 +38,7 @@ from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.operator.builders import agents, observed, pod, report, running_status
 from tests.patience import patient, until

@@ -11,7 +11,7 @@ from kubernetes.aio.client import Configuration
 from meshwright_operator.controller.claim_check import ClaimCheck
 from meshwright_operator.kube import paths
 from meshwright_operator.kube.client import ApiError, KubeClient
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from tests.operator.support import Api
 
 CLAIMS = "/api/v1/namespaces/victim/persistentvolumeclaims"

@@ -20,7 +20,7 @@ from meshwright.planner.errors import PlanError
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.plan import Plan, make_plans
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.planning import planner as planner_module
 from meshwright_operator.planning import planning_service, process_client
 from meshwright_operator.planning.planner import Planner, PlanPendingError

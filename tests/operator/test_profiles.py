@@ -14,7 +14,7 @@ from meshwright_operator.administrator_files import policy_file, profiles_file
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.documents import DocumentError
 from meshwright_operator.kube.cache import JobKey
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.profiles.applied import AppliedProfile, choose_profile
 from tests.operator.support import JOBS, PODS
 from tests.operator.test_gang_races import small

@@ -10,14 +10,14 @@ import pytest
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
-from meshwright_operator.controller.progress_budget import (
+from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter, is_news, is_urgent
+from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.kube.progress_budget import (
     ASK_AGAIN_SECONDS,
     PROGRESS_WRITES_PER_SECOND,
     SILENT_SECONDS,
     ProgressBudget,
 )
-from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter, is_news, is_urgent
-from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.settings import parse
 from tests.operator.builders import NOW
 from tests.operator.memory import MemoryCluster

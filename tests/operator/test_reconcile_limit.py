@@ -14,7 +14,7 @@ from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.paths import lease_path, pods_path
 from meshwright_operator.kube.reconcile_limit import ReconcileLimit
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.operator.test_operator_parts import Server
 from tests.patience import patient

@@ -20,7 +20,7 @@ from meshwright_operator.kube.fence import Fence
 from meshwright_operator.kube.leader_election import LeaderElector
 from meshwright_operator.kube.resync import STUCK_SECONDS, Resync
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.operator.agents import Kubelet
 from tests.operator.balancer import service

@@ -13,16 +13,16 @@ import pytest
 from aiohttp import web
 
 from meshwright_operator import logging_config
-from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError, FencedError, KubeClient, _retry_after
 from meshwright_operator.kube.fence import Fence
+from meshwright_operator.kube.job_event import JobEvent
 from meshwright_operator.kube.leader_election import RENEW_DEADLINE_FRACTION, LeaderElector, LeaseLostError
 from meshwright_operator.kube.paths import core_path, jobs_path, lease_path, pods_path
 from meshwright_operator.kube.recorder import COMBINED_PREFIX, MAX_DISTINCT_MESSAGES, EventRecorder
 from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from tests.operator.test_operator_parts import Server, with_cluster
 from tests.patience import patient, until
 

@@ -25,7 +25,7 @@ from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.controller.status_patch import is_urgent
 from meshwright_operator.kube.client import ApiError
 from meshwright_operator.kube.watches import EventHandlers
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from tests.operator.support import JOBS, PODS, job
 from tests.operator.world import Operator, World
 from tests.randomness import ASKED

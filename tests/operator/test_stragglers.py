@@ -13,7 +13,7 @@ from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.stragglers import ComputeTimes, compute_times
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.metrics.job_metrics import JobMetrics
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from tests.operator.builders import report, running_status
 from tests.operator.test_job_progress_metrics import page_of, put
 

@@ -15,7 +15,7 @@ from meshwright.planner.plan import Plan
 from meshwright_operator.administrator_files import policy_file
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted
 from meshwright_operator.documents import DocumentError
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.policy import Policy, PolicyError, parse_policy
 from meshwright_operator.scheduling.policy_admission import spec_excess
 from tests.operator.queueing import Tenants

@@ -37,22 +37,22 @@ from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.observe import JobObserver
 from meshwright_operator.controller.pod_contexts import PodContexts
 from meshwright_operator.controller.pod_deletions import PodDeletions
-from meshwright_operator.controller.progress_budget import PROGRESS_WRITES_PER_SECOND, ProgressBudget
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.status_patch import StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
-from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.devices.inventory import DeviceInventory
 from meshwright_operator.kube.cache import Cache, JobKey, awaits_layout, key_of, pod_key_of
 from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.job_event import JobEvent
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.kube.pod_info import Pod, read_pod
+from meshwright_operator.kube.progress_budget import PROGRESS_WRITES_PER_SECOND, ProgressBudget
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.manifests.network_policy import NetworkPolicyOptions
 from meshwright_operator.metrics.job_metrics import JobMetrics
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planner import Planner
 from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.scheduler import JobScheduler

@@ -1,1 +1,1 @@
-"""GPU-hours and money: what jobs have spent, and what a plan will spend."""
+"""GPU-hours and money that jobs have spent."""

@@ -18,10 +18,10 @@ from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.errors import PlanError
 from meshwright.planner.frameworks.registry import TARGETS
 from meshwright.planner.search.request import Objective
-from meshwright_cli.cost.forecast import Forecast, as_json, forecast, sentences
 from meshwright_cli.fabric import fabric_option, read_fabric
 from meshwright_cli.jobs.output import line_as_lines, terminal_width
 from meshwright_cli.parameters import input_text, manifest_parameter
+from meshwright_cli.plan.forecast import Forecast, as_json, forecast, sentences
 from meshwright_cli.plan.framework_launch import as_json as launch_as_json
 from meshwright_cli.plan.framework_launch import launch_for, script
 from meshwright_cli.plan.inventory_file import MAX_NODES, UNLIMITED, InventoryFileError, NodeEntry, nodes_of, read_nodes

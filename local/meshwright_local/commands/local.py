@@ -24,9 +24,9 @@ from meshwright_local.commands.faults import directory_option, running_directory
 from meshwright_local.daemon import READY_FILE, cluster_options, daemon_pid, provider_of
 from meshwright_local.kube.client import REQUEST_ERRORS, ApiClient
 from meshwright_local.kube.kubeconfig import Connection
+from meshwright_local.kube.pod_phase import has_ended
 from meshwright_local.kube.resources import NODES, PODS
 from meshwright_local.scheduler.resource_requests import allocatable, pod_requests
-from meshwright_local.scheduler.snapshot import has_ended
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0

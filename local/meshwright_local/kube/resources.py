@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 
-"""A raw Kubernetes object, decoded from JSON."""
-
 
 @dataclass(frozen=True, slots=True)
 class Resource:

@@ -17,6 +17,7 @@ import aiohttp
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.kube.client import ApiClient
+from meshwright_local.kube.pod_phase import has_ended
 from meshwright_local.kube.quantities import milli_value
 from meshwright_local.kube.recorder import EventRecorder
 from meshwright_local.kube.reflector import Change, ChangeType, Reflector
@@ -30,7 +31,6 @@ from meshwright_local.nodeagent.runtime.process import Process, ProcessSpec, Sta
 from meshwright_local.nodeagent.sandbox import Host, Sandbox, discard_links
 from meshwright_local.nodeagent.server.kubelet_server import KubeletServer, KubeletTls
 from meshwright_local.scheduler.resource_requests import pod_requests
-from meshwright_local.scheduler.snapshot import has_ended
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshwright.api.objects import KubeObject
+from meshwright_local.kube.pod_phase import has_ended
 from meshwright_local.scheduler.resource_requests import Amounts, allocatable, pod_requests
 
 
@@ -46,11 +47,6 @@ class Snapshot:
         for view in self.nodes.values():
             for pod in view.pods:
                 yield pod, view
-
-
-def has_ended(pod: KubeObject) -> bool:
-    """Return whether a pod has ended, so that it no longer occupies resources."""
-    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
 def take_snapshot(

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from meshwright_operator.http.limits import ConnectionLimits, connections_for_descriptors
 from meshwright_operator.http.server import GuardedServer, ListenError, listening_sockets
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 
 

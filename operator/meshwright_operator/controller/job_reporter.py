@@ -24,17 +24,17 @@ from meshwright_operator.controller.start_timeline import StartTimeline
 from meshwright_operator.controller.status_patch import StatusRejectedError, StatusWriter
 from meshwright_operator.decide import goodput, lifecycle, rejected_job
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.goodput import FINISHED
 from meshwright_operator.decide.hang_detection import silence
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, has_started
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError
+from meshwright_operator.kube.job_event import WARNING, JobEvent
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.metrics.job_metrics import JobMetrics
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.timestamps import seconds_since, utc_now
 
 log = logging.getLogger(__name__)

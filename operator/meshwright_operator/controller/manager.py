@@ -27,7 +27,6 @@ from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.observe import JobObserver
 from meshwright_operator.controller.pod_contexts import PodContexts
-from meshwright_operator.controller.progress_budget import ProgressBudget
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.stall_monitor import StallMonitor
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
@@ -49,6 +48,7 @@ from meshwright_operator.kube.informer import Informer
 from meshwright_operator.kube.job_watch import watch_jobs
 from meshwright_operator.kube.leader_election import LeaderElector
 from meshwright_operator.kube.paths import jobs_path
+from meshwright_operator.kube.progress_budget import ProgressBudget
 from meshwright_operator.kube.reconcile_limit import ReconcileLimit
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.resync import Resync
@@ -57,7 +57,7 @@ from meshwright_operator.kube.watches import EventHandlers, watched_collections
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planning_service import PlanningService
 from meshwright_operator.queues.kueue import Kueue, queue_of
 from meshwright_operator.queues.kueue_watch import KueueWatch

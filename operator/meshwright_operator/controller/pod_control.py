@@ -24,7 +24,7 @@ from meshwright_operator.kube.paths import compute_domains_path, core_path, netw
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.manifests.owned_objects import compute_domain, service
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 
 log = logging.getLogger(__name__)
 

@@ -51,7 +51,6 @@ from meshwright_operator.decide.admission import Admission
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.checkpoint_health import failure_history
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.missing_claims import MissingClaim, wait_for_claims
 from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
@@ -62,11 +61,12 @@ from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import KubeClient
+from meshwright_operator.kube.job_event import WARNING, JobEvent
 from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.manifests.worker_pod import PodContext
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planner import PlanPendingError
 from meshwright_operator.queues.kueue import Kueue, QueueUnknownError, demand_of, queue_of
 from meshwright_operator.queues.workload_manifest import Demand

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from meshwright.api.conditions import READY, is_true
 from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
+from meshwright_operator.kube.job_event import JobEvent
 
 CHECKPOINT_EVENT_SECONDS = 60.0
 FIRST_STEP = "first-step"

@@ -15,13 +15,13 @@ from pydantic.alias_generators import to_camel
 
 from meshwright.api.objects import KubeObject
 from meshwright.api.status import ParallelTrainingJobStatus
-from meshwright_operator.controller.progress_budget import ProgressBudget
 from meshwright_operator.controller.unknown_fields import with_unknown_fields
 from meshwright_operator.decide.progress import THROTTLED_FIELDS
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.kube.paths import jobs_path
+from meshwright_operator.kube.progress_budget import ProgressBudget
 from meshwright_operator.kube.workqueue import WorkQueue
 
 PROGRESS_SECONDS = 10.0

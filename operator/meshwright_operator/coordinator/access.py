@@ -23,7 +23,7 @@ from meshwright_operator.coordinator.tls import CertificateFiles, CertificateSou
 from meshwright_operator.coordinator.tokens import Tokens, load_key
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.manifests.worker_pod import CoordinatorTrust
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Settings
 
 FIRST_RETRY_SECONDS = 2.0

@@ -30,7 +30,7 @@ from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.report_interval import report_seconds, urgent_spacing
 from meshwright_operator.http.limits import ByteBudget
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 
 BODY_SECONDS = 10.0
 BODY_BYTES_IN_FLIGHT = 16 << 20

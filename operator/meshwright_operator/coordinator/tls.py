@@ -23,7 +23,7 @@ from meshwright_operator.coordinator import certificates
 from meshwright_operator.coordinator.certificates import CertificateError, ServingCertificate
 from meshwright_operator.coordinator.credentials import CredentialsError, CredentialsStore
 from meshwright_operator.kube.client import ApiError
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.timestamps import format_time, utc_now
 
 CHECK_SECONDS = 3600.0

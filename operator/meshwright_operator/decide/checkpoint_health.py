@@ -22,11 +22,11 @@ from meshwright.printable import printable
 from meshwright.protocol.messages import CheckpointTier, FailureHistory, WorkerReport
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.goodput import seconds_by_cause
 from meshwright_operator.decide.mesh_generation import rank_zero_report
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.restart_policy import cause_named
+from meshwright_operator.kube.job_event import WARNING
 from meshwright_operator.text import sentences
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 

@@ -14,10 +14,10 @@ from meshwright.protocol.messages import AgentState, WorkerReport
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.mesh_generation import rank_zero_report
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.report_interval import HEARD_SECONDS
+from meshwright_operator.kube.job_event import WARNING
 from meshwright_operator.text import sentences
 from meshwright_operator.timestamps import format_time, seconds_since
 

@@ -41,11 +41,11 @@ from meshwright_operator.decide import (
 from meshwright_operator.decide.applied_spec import updated_applied_spec
 from meshwright_operator.decide.conditions import update_observed_generation
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import NORMAL, WARNING
 from meshwright_operator.decide.mesh_generation import next_generation
 from meshwright_operator.decide.observed import Observed, PodState, has_started
 from meshwright_operator.decide.restart_policy import Interruption, Undetermined
 from meshwright_operator.decide.succeeded_workers import format_workers
+from meshwright_operator.kube.job_event import NORMAL, WARNING
 from meshwright_operator.text import capitalized, counted, sentences
 from meshwright_operator.timestamps import format_time, parse_time
 

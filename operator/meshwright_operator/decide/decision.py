@@ -14,10 +14,10 @@ from meshwright.api.status import (
 )
 from meshwright_operator.decide import conditions, lifecycle, restart_policy
 from meshwright_operator.decide.conditions import blocked_job_state
-from meshwright_operator.decide.events import NORMAL, WARNING, JobEvent
 from meshwright_operator.decide.gang_actions import MapRanks, Place
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.restart_policy import RestartCause
+from meshwright_operator.kube.job_event import NORMAL, WARNING, JobEvent
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.timestamps import format_time
 

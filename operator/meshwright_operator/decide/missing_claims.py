@@ -9,7 +9,7 @@ from meshwright.api import conditions as names
 from meshwright.api.conditions import find
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING
+from meshwright_operator.kube.job_event import WARNING
 from meshwright_operator.text import sentences
 from meshwright_operator.timestamps import seconds_since
 

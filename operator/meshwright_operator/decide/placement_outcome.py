@@ -17,13 +17,13 @@ from meshwright.api.status import PlacementStatus, WorkerPlacement, added
 from meshwright.planner.placement import Placement
 from meshwright_operator.decide import failure_detection, lifecycle, restart_policy, size_status, stuck_pods
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.gang_actions import EndAttempt, Place, size_of
 from meshwright_operator.decide.incarnations import NAME_TAKEN, NO_NAME_LEFT, next_incarnations
 from meshwright_operator.decide.observed import PodState, Worker, has_started
 from meshwright_operator.decide.preflight import PREFLIGHT_FAILED
 from meshwright_operator.kube.cache import JobKey
+from meshwright_operator.kube.job_event import WARNING
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import counted, sentences, with_warnings
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since

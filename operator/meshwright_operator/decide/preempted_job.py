@@ -18,10 +18,10 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide import failure_detection, gang, lifecycle, resize, restart_policy
 from meshwright_operator.decide.admission import QUEUE_UNAVAILABLE, WAITING_FOR_QUOTA
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import NORMAL, WARNING
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import PREEMPTED, WAITING_RETRY_SECONDS
+from meshwright_operator.kube.job_event import NORMAL, WARNING
 from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import format_time, seconds_since
 

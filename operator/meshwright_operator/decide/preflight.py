@@ -16,9 +16,9 @@ from meshwright.api.preflight import Check, PreflightMode, PreflightSpec
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.protocol.preflight import Finding, PreflightReport
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.gang_actions import EndAttempt, Wait
 from meshwright_operator.decide.observed import Observed, Worker
+from meshwright_operator.kube.job_event import WARNING
 from meshwright_operator.text import capitalized, counted, sentences
 
 PREFLIGHT_FAILED = "PreflightFailed"

@@ -18,9 +18,6 @@ from meshwright_operator.text import counted, sentences
 TERMINATING = "Terminating"
 MAX_NAMED_FINALIZERS = 3
 
-NO_LAYOUT = "NoLayout"
-"""Reason of a job for which no layout fits the cluster's nodes."""
-
 
 def rejected(
     old: ParallelTrainingJobStatus, generation: int, now: datetime, reason: str, message: str
@@ -38,7 +35,7 @@ def unplannable(
     """The status of a job for which no layout fits the cluster now. New nodes may change that."""
     status = old.separate()
     status.observed_generation = generation
-    set_condition(status, names.PLACED, "False", NO_LAYOUT, message, generation, now)
+    set_condition(status, names.PLACED, "False", names.NO_LAYOUT, message, generation, now)
     reason = "SuspendedByUser" if suspended else "NotSuspended"
     set_condition(status, names.SUSPENDED, str(suspended), reason, "", generation, now)
     job_state = JobState("Suspended", message, ready=True) if suspended else JobState("Placing", message)

@@ -21,7 +21,6 @@ from meshwright.api.status import ParallelTrainingJobStatus, PlacementStatus, fo
 from meshwright.planner.plan import Plan
 from meshwright_operator.decide import in_memory, restart_policy, sizing
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.gang_actions import Place, Size, size_of
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker, has_started
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted, placement_text
@@ -37,6 +36,7 @@ from meshwright_operator.decide.size_status import (
     remember_full_plan,
     use_placement,
 )
+from meshwright_operator.kube.job_event import WARNING
 from meshwright_operator.text import capitalized, counted, sentences
 from meshwright_operator.timestamps import format_time
 

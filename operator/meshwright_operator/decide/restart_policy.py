@@ -19,8 +19,8 @@ from meshwright.rules.recovery_times import (
     LONGEST_BACKOFF_SECONDS,
     backoff_seconds,
 )
-from meshwright_operator.decide.events import NORMAL, WARNING
 from meshwright_operator.decide.observed import Observed, PodState, Worker
+from meshwright_operator.kube.job_event import NORMAL, WARNING
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
 SIGNAL_BASE = 128

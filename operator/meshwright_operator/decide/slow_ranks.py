@@ -10,9 +10,9 @@ from statistics import median
 
 from meshwright.api.status import SlowRank
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.stragglers import RankTimes, by_stage, rank_times
+from meshwright_operator.kube.job_event import WARNING
 from meshwright_operator.text import sentences
 from meshwright_operator.timestamps import format_time, seconds_since
 

@@ -19,9 +19,9 @@ from meshwright.api.spec import SuspectNodesSpec
 from meshwright.api.status import MAX_SUSPECT_NODES, ParallelTrainingJobStatus, SuspectNode
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.observed import Observed, Worker
 from meshwright_operator.decide.restart_policy import HANG, NODE_LOST, POD_FAILED, RANK_FAILURE, Interruption
+from meshwright_operator.kube.job_event import WARNING
 from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
+from meshwright.api.conditions import NO_LAYOUT, PLACED
 from meshwright.api.labels import JOB_ANNOTATIONS
 from meshwright.api.objects import KubeObject
 from meshwright.devices.amounts import with_amounts
-from meshwright_operator.decide.rejected_job import NO_LAYOUT
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.kube.pod_index import JobKey, PodIndex, PodKey, RequestListener
 from meshwright_operator.kube.pod_info import Pod
@@ -276,7 +276,7 @@ def awaits_layout(job: Mapping[str, Any]) -> bool:
     status = job.get("status")
     conditions = status.get("conditions") if isinstance(status, dict) else None
     for condition in conditions if isinstance(conditions, list) else ():
-        if isinstance(condition, dict) and condition.get("type") == "Placed":
+        if isinstance(condition, dict) and condition.get("type") == PLACED:
             return condition.get("status") == "False" and condition.get("reason") == NO_LAYOUT
     return False
 

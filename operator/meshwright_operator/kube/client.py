@@ -35,7 +35,7 @@ from meshwright.api.labels import FIELD_MANAGER
 from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.fence import Fence
 from meshwright_operator.kube.paths import LEASES, is_safe, resource_of
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.text import shortened
 
 PAGE_SIZE = 500

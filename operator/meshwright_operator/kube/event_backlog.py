@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 
-from meshwright_operator.decide.events import JobEvent
+from meshwright_operator.kube.job_event import JobEvent
 
 MOST_WAITING = 1024
 

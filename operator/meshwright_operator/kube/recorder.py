@@ -18,11 +18,11 @@ from typing import Any
 
 from meshwright.api.labels import API_VERSION, FIELD_MANAGER, KIND
 from meshwright.printable import printable
-from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.event_backlog import EventBacklog, QueuedEvent
+from meshwright_operator.kube.job_event import WARNING, JobEvent
 from meshwright_operator.kube.paths import core_path
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.timestamps import format_micro_time, format_time, utc_now
 
 AGGREGATION_WINDOW = timedelta(minutes=10)

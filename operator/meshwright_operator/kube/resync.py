@@ -19,7 +19,7 @@ from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from meshwright_operator.kube.paths import core_path, jobs_path, pods_path
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 
 FIRST_RETRY_SECONDS = 2.0
 FIRST_RESYNC_SECONDS = 3.0

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from meshwright_operator.kube.paths import resource_of
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 
 
 class WatchLiveness:

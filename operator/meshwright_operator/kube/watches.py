@@ -17,7 +17,7 @@ from meshwright_operator.kube.paths import core_path, pods_path
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 
 log = logging.getLogger(__name__)
 

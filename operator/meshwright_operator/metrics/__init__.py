@@ -1,1 +1,1 @@
-"""Prometheus metrics of the operator and of its jobs."""
+"""Prometheus metrics of jobs and of the cluster."""

@@ -8,7 +8,7 @@ from meshwright.metrics.declaration import Catalog
 from meshwright.metrics.page import label_table, metric_table
 from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 
 HEAD = """# Metrics
 

@@ -23,7 +23,7 @@ from math import inf
 from meshwright.planner.cost_model import Calibration
 from meshwright.planner.deadline import DEADLINE_EXCEEDED
 from meshwright_operator.kube.cache import JobKey
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planner import DEADLINE_SECONDS, MAX_ANSWERS, Planner, PlanPendingError
 from meshwright_operator.planning.process_client import PlanningStoppedError, PlanPreemptedError, ProcessClient
 from meshwright_operator.planning.request import Answer, PlanFailure, PlanRequest, message_past_deadline

@@ -21,10 +21,10 @@ from meshwright.planner.cluster.pod_resources import pod_request
 from meshwright_operator.decide import lifecycle, sizing
 from meshwright_operator.decide.admission import Admission
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.job_event import WARNING, JobEvent
 from meshwright_operator.kube.paths import group_path
 from meshwright_operator.manifests.owned_objects import owner_reference
 from meshwright_operator.queues import workload_state as state

@@ -24,7 +24,7 @@ from meshwright_operator.decide.gang_actions import size_of
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS, Granted, NotGranted
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_requests import PodRequest
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.attempt import Outcome
 from meshwright_operator.scheduling.counted_capacity import CountedCapacity
 from meshwright_operator.scheduling.job_queue import Member, PlacementRequest

@@ -24,7 +24,7 @@ from meshwright_operator.decide.placement_outcome import Granted, MappedRanks, N
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.pod_requests import PodRequest, request_json_for
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.counted_capacity import gpus_by_node
 from meshwright_operator.scheduling.gpu_capacity import GpuCapacity, gpu_capacity
 from meshwright_operator.scheduling.inventories import Inventories

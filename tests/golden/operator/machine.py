@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from meshwright.api.objects import KubeObject
-from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError
+from meshwright_operator.kube.job_event import JobEvent
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.watches import EventHandlers
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from tests.golden.operator.agents import Worker
 from tests.golden.operator.record import Record
 from tests.golden.operator.wire import Server, served_by

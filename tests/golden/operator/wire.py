@@ -18,7 +18,7 @@ from kubernetes.aio.client import Configuration
 
 from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.client import ApiError, KubeClient, _Connections
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.operator_metrics import OperatorMetrics
 from tests.golden.files import canonical
 from tests.operator.memory import MemoryCluster
 

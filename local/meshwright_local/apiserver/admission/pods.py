@@ -16,6 +16,7 @@ from meshwright_local.apiserver.registry.resource_types import Rules, set_condit
 from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import timestamps
+from meshwright_local.kube.pod_phase import has_ended
 
 PRIORITY_CLASSES = ("scheduling.k8s.io", "priorityclasses")
 _SYSTEM_PRIORITIES = {"system-node-critical": 2_000_001_000, "system-cluster-critical": 2_000_000_000}
@@ -87,7 +88,7 @@ class PodRules(Rules):
 
     def grace(self, obj: KubeObject, requested: int | None) -> int:
         """Return the requested grace period, else that of the pod; 0 if nothing runs."""
-        if not obj["spec"].get("nodeName") or obj.get("status", {}).get("phase") in ("Succeeded", "Failed"):
+        if not obj["spec"].get("nodeName") or has_ended(obj):
             return 0
         grace = requested if requested is not None else obj["spec"].get("terminationGracePeriodSeconds", _GRACE_SECONDS)
         return int(grace) if grace >= 0 else 1

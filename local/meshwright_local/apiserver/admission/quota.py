@@ -16,6 +16,7 @@ from meshwright_local.apiserver.registry.resource_types import Resource, Rules
 from meshwright_local.apiserver.status_errors import Cause, forbidden, not_allowed, qualified, unsupported_value
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import quantities
+from meshwright_local.kube.pod_phase import has_ended
 
 PODS, QUOTAS, LIMIT_RANGES = ("", "pods"), ("", "resourcequotas"), ("", "limitranges")
 _WITH_GENERATION = ("pods", "services", "secrets", "configmaps", "persistentvolumeclaims", "resourcequotas")
@@ -184,7 +185,7 @@ def _used(store: Store, namespace: str, hard: KubeObject) -> Amounts:
 def _use(key: tuple[str, str], obj: KubeObject) -> Amounts:
     """Return one object's use, by every name that a quota may have; pods that have ended are only counted."""
     use: Amounts = {f"count/{qualified(*key)}": (Fraction(1), "decimal")}
-    ended = key == PODS and (obj.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    ended = key == PODS and has_ended(obj)
     if not key[0] and key[1] in _WITH_GENERATION and not ended:
         use[key[1]] = (Fraction(1), "decimal")
     if key == PODS and not ended:

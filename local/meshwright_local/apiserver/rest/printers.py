@@ -20,6 +20,7 @@ from meshwright_local.apiserver.registry.resource_types import Column, Resource
 from meshwright_local.apiserver.status_errors import ApiError
 from meshwright_local.apiserver.store import Stored
 from meshwright_local.kube import timestamps
+from meshwright_local.kube.pod_phase import has_ended
 
 _META = "meta.k8s.io/v1"
 _FORMS = {None: "", "Table": "Table", "PartialObjectMetadata": "Partial", "PartialObjectMetadataList": "Partial"}
@@ -203,7 +204,7 @@ def _pod_reason(obj: KubeObject) -> str:
         progress = f"{index}/{len(obj['spec'].get('initContainers') or ())}"
         reason = f"Init:{text if text not in (None, 'PodInitializing') else progress}"
         break
-    if obj["metadata"].get("deletionTimestamp") and status.get("phase") not in ("Succeeded", "Failed"):
+    if obj["metadata"].get("deletionTimestamp") and not has_ended(obj):
         reason = "Unknown" if status.get("reason") == "NodeLost" else "Terminating"
     return reason
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.kube.client import ApiClient
+from meshwright_local.kube.pod_phase import has_ended
 from meshwright_local.kube.reflector import Reflector
 from meshwright_local.kube.resources import PODS, SERVICES
 
@@ -110,7 +111,7 @@ def records(services: Iterable[KubeObject], pods: Iterable[KubeObject]) -> Recor
     """Return every name and address (pure)."""
     near = defaultdict(list)
     for pod in pods:
-        if (pod.get("status") or {}).get("podIP") and pod["status"].get("phase") not in ("Succeeded", "Failed"):
+        if (pod.get("status") or {}).get("podIP") and not has_ended(pod):
             near[pod["metadata"]["namespace"]].append(pod)
     result: Records = defaultdict(list)
     for service in services:
