@@ -28,7 +28,7 @@ from meshwright_worker.agent.rank_environment import (
 from meshwright_worker.agent.rank_process import MAX_LINE, OutputPump
 from meshwright_worker.agent.server_process import process_environment
 from meshwright_worker.agent.settings import Settings, SettingsError, from_environment
-from meshwright_worker.checkpoint.errors import (
+from meshwright_worker.checkpoint_errors import (
     CheckpointMismatchError,
     CheckpointVolumeError,
     FailedSaveError,

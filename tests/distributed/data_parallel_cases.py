@@ -15,10 +15,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import REPLICA, join_mesh
+from meshwright_worker.dtypes import compute_dtype, parameter_dtype
 from meshwright_worker.models.decoder import Block, DecoderStage
 from meshwright_worker.models.init_weights import init_weights
 from meshwright_worker.optimizers.learning_rate import learning_rate
-from meshwright_worker.precision.dtypes import compute_dtype, parameter_dtype
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import samples_of, whole_of

@@ -15,17 +15,17 @@ from meshwright.manifest_checksum import with_checksum
 from meshwright.models.presets import PRESETS
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import (
-    CheckpointError,
-    CheckpointMismatchError,
-    CheckpointVolumeError,
-    ForeignCheckpointError,
-)
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.checkpoint.loader import find_checkpoint_on_mesh, newest_intact
 from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, LayoutRecord, Manifest, TrainingState
 from meshwright_worker.checkpoint.safetensors_format import file_checksum
 from meshwright_worker.checkpoint.store import Tier
+from meshwright_worker.checkpoint_errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointVolumeError,
+    ForeignCheckpointError,
+)
 from meshwright_worker.rank.failures import classify, describe
 from meshwright_worker.rank.task import RankTask
 from tests.distributed.configs import small_run

@@ -19,7 +19,6 @@ from meshwright.manifest_checksum import with_checksum
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint import loader
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import CheckpointVolumeError
 from meshwright_worker.checkpoint.inspection import lineage
 from meshwright_worker.checkpoint.manifest import (
     MANIFEST,
@@ -31,6 +30,7 @@ from meshwright_worker.checkpoint.manifest import (
 )
 from meshwright_worker.checkpoint.other_run import checkpoint_of_other_run
 from meshwright_worker.checkpoint.store import CheckpointStore, open_store
+from meshwright_worker.checkpoint_errors import CheckpointVolumeError
 from meshwright_worker.rank.failures import classify, describe
 from meshwright_worker.rank.task import Outcome, Progress, RankTask, WorkProgress
 from meshwright_worker.trainer.train import train

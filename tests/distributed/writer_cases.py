@@ -18,10 +18,10 @@ from meshwright.models.presets import PRESETS
 from meshwright_worker.checkpoint import async_save
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory, LocalSink
-from meshwright_worker.checkpoint.errors import CheckpointError
 from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
 from meshwright_worker.checkpoint.store import Tier
 from meshwright_worker.checkpoint.writer_process import WriterProcess, set_writer, start_writer
+from meshwright_worker.checkpoint_errors import CheckpointError
 from meshwright_worker.rank.task import RankTask
 from tests.distributed.cases import train_fully
 from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwright_worker.checkpoint import inspection
-from meshwright_worker.checkpoint.errors import CheckpointError
+from meshwright_worker.checkpoint_errors import CheckpointError
 
 
 def main() -> None:

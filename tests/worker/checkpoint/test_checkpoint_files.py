@@ -17,7 +17,6 @@ from meshwright.api.checkpoint import Retention
 from meshwright.manifest_checksum import with_checksum
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError, ForeignCheckpointError
 from meshwright_worker.checkpoint.files import LocalFiles
 from meshwright_worker.checkpoint.manifest import (
     MANIFEST,
@@ -34,6 +33,7 @@ from meshwright_worker.checkpoint.manifest import (
 )
 from meshwright_worker.checkpoint.safetensors_format import dtype_name, file_checksum, map_tensor, write_tensors
 from meshwright_worker.checkpoint.tensor_index import decode, index_of
+from meshwright_worker.checkpoint_errors import CheckpointError, DamagedCheckpointError, ForeignCheckpointError
 
 ARCHITECTURE = Architecture(layers=1, hidden_size=8, intermediate_size=8, heads=2, kv_heads=2, vocab_size=257)
 

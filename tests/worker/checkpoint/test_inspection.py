@@ -15,11 +15,11 @@ import torch
 
 from meshwright_worker import checkpoints
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from meshwright_worker.checkpoint.files import files_of
 from meshwright_worker.checkpoint.inspection import copied, listed, verified
 from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, check_files, read_manifest
 from meshwright_worker.checkpoint.store import CheckpointStore, open_store
+from meshwright_worker.checkpoint_errors import CheckpointError, DamagedCheckpointError
 from tests.worker.checkpoint.saving import save_alone
 from tests.worker.checkpoint.test_checkpoint_files import manifest_at
 

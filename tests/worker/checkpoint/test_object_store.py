@@ -16,18 +16,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from meshwright.api.checkpoint import Retention, StoreSpec
 from meshwright.protocol.messages import FailureKind
-from meshwright_worker.checkpoint.errors import (
-    CheckpointError,
-    CheckpointStoreError,
-    DamagedCheckpointError,
-    UnusableStoreError,
-)
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader, find_checkpoint
 from meshwright_worker.checkpoint.loader import load_tensors
 from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, check_files, read_manifest
 from meshwright_worker.checkpoint.object_store import ObjectDirectory
 from meshwright_worker.checkpoint.retry import RetryPolicy, retry
 from meshwright_worker.checkpoint.store import _settings, open_store
+from meshwright_worker.checkpoint_errors import (
+    CheckpointError,
+    CheckpointStoreError,
+    DamagedCheckpointError,
+    UnusableStoreError,
+)
 from meshwright_worker.rank.failures import classify
 from tests.worker.checkpoint.saving import save_alone
 from tests.worker.checkpoint.test_checkpoint_files import manifest_at

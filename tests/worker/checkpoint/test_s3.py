@@ -10,13 +10,13 @@ import torch
 
 from meshwright.api.checkpoint import CheckpointSpec, Retention, StoreSpec
 from meshwright_worker.checkpoint import object_store, store
-from meshwright_worker.checkpoint.errors import CheckpointStoreError, CheckpointVolumeError, ResumeSourceError
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader
 from meshwright_worker.checkpoint.manifest import FileRecord, check_files, read_manifest
 from meshwright_worker.checkpoint.object_store import ObjectDirectory
 from meshwright_worker.checkpoint.other_run import checkpoint_of_other_run
 from meshwright_worker.checkpoint.retry import RetryPolicy
 from meshwright_worker.checkpoint.store import open_store
+from meshwright_worker.checkpoint_errors import CheckpointStoreError, CheckpointVolumeError, ResumeSourceError
 from meshwright_worker.distributed.mesh import Mesh
 from tests.worker.checkpoint.dying_writer import count_connections, save_and_die
 from tests.worker.checkpoint.fault_proxy import KINDS, FaultProxy

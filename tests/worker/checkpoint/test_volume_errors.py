@@ -17,11 +17,11 @@ import torch
 from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.async_save import commit_checkpoint, write_file
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import describe_failed_save, is_storage_failure
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader
 from meshwright_worker.checkpoint.manifest import check_files, read_manifest
 from meshwright_worker.checkpoint.save_plan import encode_plan, file_of_rank, global_plan, local_plan, tensors_to_write
 from meshwright_worker.checkpoint.store import Tier
+from meshwright_worker.checkpoint_errors import describe_failed_save, is_storage_failure
 from tests.worker.checkpoint.test_checkpoint_files import manifest_at
 
 CALLS = ((os, "fsync"), (Path, "open"), (Path, "mkdir"), (Path, "rename"), (Path, "unlink"), (os, "open"))

@@ -14,8 +14,8 @@ import torch
 from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import CheckpointError
 from meshwright_worker.checkpoint.store import Tier
+from meshwright_worker.checkpoint_errors import CheckpointError
 from meshwright_worker.data.prefetch import Prefetcher
 from meshwright_worker.distributed import device
 from meshwright_worker.distributed.mesh import join_process_group

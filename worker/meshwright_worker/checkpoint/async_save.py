@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 from meshwright_worker.checkpoint.binary_index import BINARY_INDEX
 from meshwright_worker.checkpoint.collective_errors import collected, on_all_ranks
 from meshwright_worker.checkpoint.dcp_storage import file_of_rank
-from meshwright_worker.checkpoint.errors import CheckpointError, describe_failed_save
 from meshwright_worker.checkpoint.manifest import BINARY_INDEX_FORMAT, FORMAT, BaseManifest, FileRecord
 from meshwright_worker.checkpoint.save_plan import (
     GlobalPlan,
@@ -34,6 +33,7 @@ from meshwright_worker.checkpoint.save_plan import (
 from meshwright_worker.checkpoint.state_dict import LaterCopy, allocate_copy, copy_tensors
 from meshwright_worker.checkpoint.store import CheckpointStore, Tier
 from meshwright_worker.checkpoint.writer_process import Executor, executor_of_this_process
+from meshwright_worker.checkpoint_errors import CheckpointError, describe_failed_save
 from meshwright_worker.distributed.device import use_device
 from meshwright_worker.distributed.mesh import Mesh
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from meshwright_worker.checkpoint.errors import (
+from meshwright_worker.checkpoint_errors import (
     CheckpointError,
     CheckpointVolumeError,
     FailedSaveError,

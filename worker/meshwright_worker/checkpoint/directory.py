@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from meshwright.api.checkpoint import Retention
-from meshwright_worker.checkpoint.errors import NewerCheckpointsError
 from meshwright_worker.checkpoint.files import LocalFiles
 from meshwright_worker.checkpoint.manifest import (
     MANIFEST,
@@ -32,6 +31,7 @@ from meshwright_worker.checkpoint.manifest import (
 )
 from meshwright_worker.checkpoint.retention import removable
 from meshwright_worker.checkpoint.safetensors_format import ChecksummedFile, write_tensors
+from meshwright_worker.checkpoint_errors import NewerCheckpointsError
 
 log = logging.getLogger(__name__)
 

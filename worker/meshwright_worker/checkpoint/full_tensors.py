@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import DamagedCheckpointError
 from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.manifest import Manifest, check_files, read_manifest
 from meshwright_worker.checkpoint.ranking import NONE_IS_BEST, ranked
 from meshwright_worker.checkpoint.store import CheckpointStore, object_files, open_store
+from meshwright_worker.checkpoint_errors import DamagedCheckpointError
 
 log = logging.getLogger(__name__)
 

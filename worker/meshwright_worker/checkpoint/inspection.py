@@ -14,7 +14,6 @@ from typing import Any
 
 from meshwright.manifest_checksum import checksum_error
 from meshwright_worker.checkpoint.directory import DAMAGED
-from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from meshwright_worker.checkpoint.files import CheckpointFiles, LocalFiles
 from meshwright_worker.checkpoint.manifest import (
     MANIFEST,
@@ -28,6 +27,7 @@ from meshwright_worker.checkpoint.provenance import EXPORT_RECORD
 from meshwright_worker.checkpoint.ranking import NONE_IS_BEST, ranked
 from meshwright_worker.checkpoint.store import CheckpointStore, object_files, open_store
 from meshwright_worker.checkpoint.tensor_index import checked_name
+from meshwright_worker.checkpoint_errors import CheckpointError, DamagedCheckpointError
 
 COMPLETE = "complete"
 _DEGREES = (("tensor", "TP"), ("pipeline", "PP"), ("data", "DP"), ("context", "CP"), ("expert", "EP"))

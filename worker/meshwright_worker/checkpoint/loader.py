@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from meshwright.models.differences import differing_fields
 from meshwright_worker.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from meshwright_worker.checkpoint.dcp_storage import CheckpointReader
-from meshwright_worker.checkpoint.errors import CheckpointMismatchError, CheckpointVolumeError, DamagedCheckpointError
 from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.full_tensors import candidate_checkpoints, first_intact
 from meshwright_worker.checkpoint.manifest import (
@@ -38,6 +37,7 @@ from meshwright_worker.checkpoint.manifest import (
 )
 from meshwright_worker.checkpoint.state_dict import OPTIMIZER
 from meshwright_worker.checkpoint.store import CheckpointStore
+from meshwright_worker.checkpoint_errors import CheckpointMismatchError, CheckpointVolumeError, DamagedCheckpointError
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.rank.task import WorkProgress
 

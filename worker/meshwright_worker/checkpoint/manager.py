@@ -16,13 +16,8 @@ from meshwright.protocol.messages import FailureHistory
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer, FailedSave, SavedCheckpoint, save_error
 from meshwright_worker.checkpoint.collective_errors import on_first_rank
-from meshwright_worker.checkpoint.errors import (
-    DamagedCheckpointError,
-    NewerCheckpointsError,
-    describe_failed_save,
-    is_storage_failure,
-)
 from meshwright_worker.checkpoint.files import CheckpointPath
+from meshwright_worker.checkpoint.island_tensors import island_tensors
 from meshwright_worker.checkpoint.loader import (
     allocate_tensors,
     check_same_run,
@@ -45,9 +40,15 @@ from meshwright_worker.checkpoint.provenance import branched, continued
 from meshwright_worker.checkpoint.schedule import CheckpointSchedule
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, copy_to_duplicates
 from meshwright_worker.checkpoint.store import CheckpointStore, Tier, open_store
+from meshwright_worker.checkpoint_errors import (
+    DamagedCheckpointError,
+    NewerCheckpointsError,
+    describe_failed_save,
+    is_storage_failure,
+)
 from meshwright_worker.data.sample_order import MODULUS
 from meshwright_worker.distributed.mesh import Mesh
-from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer, local_sgd_tensors
+from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.shards import ParameterShard
@@ -119,7 +120,7 @@ class CheckpointManager:
         if outer is None:
             tensors = checkpoint_tensors(shards, optimizer, buffers)
         else:
-            tensors = local_sgd_tensors(shards, outer, self._mesh.island, buffers, tensor_names(path))
+            tensors = island_tensors(shards, outer, self._mesh.island, buffers, tensor_names(path))
         residuals = allocate_tensors(path, compression_state.owns) if compression_state is not None else {}
         load_tensors({**tensors, **residuals}, path, self._mesh.checkpoint_group, progress)
         if compression_state is not None:
@@ -316,7 +317,7 @@ class CheckpointManager:
             if outer is None:
                 tensors = checkpoint_tensors(shards, optimizer, buffers)
             else:
-                tensors = local_sgd_tensors(shards, outer, self._mesh.island, buffers)
+                tensors = island_tensors(shards, outer, self._mesh.island, buffers)
             residuals = compression_state.tensors() if compression_state is not None else {}
             due = range(len(self._tiers)) if tiers is None else tiers
             overlaps = updates_wait and not wait and self._spec.staging is Staging.OVERLAPPED

@@ -29,10 +29,10 @@ from meshwright.api.lora import LoraSpec
 from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright.manifest_checksum import checksum_error, with_checksum
 from meshwright.models.architecture import Architecture
-from meshwright_worker.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
 from meshwright_worker.checkpoint.files import CheckpointFiles, CheckpointPath, files_of
 from meshwright_worker.checkpoint.provenance import Provenance
 from meshwright_worker.checkpoint.tensor_index import checked_name
+from meshwright_worker.checkpoint_errors import DamagedCheckpointError, ForeignCheckpointError
 from meshwright_worker.rank.task import Progress, WorkProgress, no_report
 
 MANIFEST = "meshwright.json"

@@ -21,7 +21,6 @@ import torch
 
 from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.directory import DAMAGED, INCOMPLETE
-from meshwright_worker.checkpoint.errors import CheckpointStoreError, NewerCheckpointsError
 from meshwright_worker.checkpoint.manifest import (
     MANIFEST,
     BaseManifest,
@@ -32,6 +31,7 @@ from meshwright_worker.checkpoint.manifest import (
 from meshwright_worker.checkpoint.retention import removable
 from meshwright_worker.checkpoint.retry import RetryPolicy, error_code, retry
 from meshwright_worker.checkpoint.safetensors_format import ChecksummedFile, write_tensors_to
+from meshwright_worker.checkpoint_errors import CheckpointStoreError, NewerCheckpointsError
 from meshwright_worker.rank.task import Progress, no_report
 
 log = logging.getLogger(__name__)

@@ -16,17 +16,17 @@ from collections.abc import Mapping, Sequence
 from meshwright.api.checkpoint import CheckpointSpec, StoreSpec
 from meshwright.checkpoint_places import ResumeSource, resume_source
 from meshwright_worker.checkpoint.collective_errors import on_all_ranks, on_first_rank
-from meshwright_worker.checkpoint.errors import (
+from meshwright_worker.checkpoint.files import CheckpointPath, files_of
+from meshwright_worker.checkpoint.loader import check_same_run, read_intact, steps_on_mesh
+from meshwright_worker.checkpoint.manifest import MANIFEST, Manifest
+from meshwright_worker.checkpoint.store import CheckpointStore, object_files, open_store
+from meshwright_worker.checkpoint_errors import (
     CheckpointMismatchError,
     CheckpointVolumeError,
     DamagedCheckpointError,
     ForeignCheckpointError,
     ResumeSourceError,
 )
-from meshwright_worker.checkpoint.files import CheckpointPath, files_of
-from meshwright_worker.checkpoint.loader import check_same_run, read_intact, steps_on_mesh
-from meshwright_worker.checkpoint.manifest import MANIFEST, Manifest
-from meshwright_worker.checkpoint.store import CheckpointStore, object_files, open_store
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.rank.task import WorkProgress
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from meshwright_worker.checkpoint.errors import CheckpointStoreError
+from meshwright_worker.checkpoint_errors import CheckpointStoreError
 
 Result = TypeVar("Result")
 

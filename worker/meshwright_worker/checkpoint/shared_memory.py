@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright_worker.checkpoint.errors import CheckpointError
+from meshwright_worker.checkpoint_errors import CheckpointError
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import torch
 
 from meshwright.api.checkpoint import Encryption, Interval, Retention, StoreSpec
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import CheckpointStoreError, UnusableStoreError
 from meshwright_worker.checkpoint.files import CheckpointFiles
 from meshwright_worker.checkpoint.manifest import BaseManifest, FileRecord
 from meshwright_worker.checkpoint.object_store import ObjectDirectory, ObjectFiles
 from meshwright_worker.checkpoint.retry import RetryPolicy
+from meshwright_worker.checkpoint_errors import CheckpointStoreError, UnusableStoreError
 
 READ_SECONDS = 60
 """Time after which a request to S3 without an answer is repeated."""

@@ -9,11 +9,11 @@ import torch
 from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import CheckpointMismatchError
 from meshwright_worker.checkpoint.loader import load_tensors, newest_of_all, tensor_names
 from meshwright_worker.checkpoint.manifest import LayoutRecord, ModuleManifest, TrainingState
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, model_tensors
 from meshwright_worker.checkpoint.store import Tier
+from meshwright_worker.checkpoint_errors import CheckpointMismatchError
 from meshwright_worker.command.report_file import ReportFile
 from meshwright_worker.custom_module.parallelize import ParallelModule
 from meshwright_worker.distributed.mesh import Mesh

@@ -23,13 +23,13 @@ from meshwright_worker.checkpoint.state_dict import MODEL, model_tensors
 from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.distributed.device import default_device
 from meshwright_worker.distributed.mesh import PIPELINE, TENSOR, Mesh
+from meshwright_worker.dtypes import compute_dtype, parameter_dtype
 from meshwright_worker.models.attention import AttentionCore
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import init_weights
 from meshwright_worker.models.lora import apply_lora, is_adapter
 from meshwright_worker.parallel.parallelize import build_stages
 from meshwright_worker.parallel.shards import ParameterShard, parameter_shards, stage_buffers
-from meshwright_worker.precision.dtypes import compute_dtype, parameter_dtype
 from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.task import InferenceRun

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.models.architecture import Architecture
+from meshwright_worker.dtypes import PARAMETER_DTYPE, upcast
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.lora import DOWN, UP
-from meshwright_worker.precision.dtypes import PARAMETER_DTYPE, upcast
 
 _RESIDUAL_OUTPUTS = (
     "attention.output.weight",

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from meshwright.api.model_parts import Activation, Norm
 from meshwright.models.architecture import Architecture
 from meshwright_worker.data.batch import IGNORED, TokenMetadata
+from meshwright_worker.dtypes import WIDE_DTYPES, upcast
 from meshwright_worker.models.split_backward import linear
-from meshwright_worker.precision.dtypes import WIDE_DTYPES, upcast
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
+from meshwright_worker.dtypes import upcast
 from meshwright_worker.models.layers import local
-from meshwright_worker.precision.dtypes import upcast
 
 _TINY = 1e-20
 

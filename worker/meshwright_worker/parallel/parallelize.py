@@ -29,9 +29,9 @@ from meshwright.models.architecture import Architecture
 from meshwright.schedules.pipeline_layout import PipelineLayout, pipeline_layout
 from meshwright.sequence_sharding import SequenceSharding
 from meshwright_worker.distributed.mesh import CONTEXT, EXPERT, TENSOR, Mesh
+from meshwright_worker.dtypes import compute_dtype, stored_dtype
 from meshwright_worker.memory.activation_checkpointing import checkpoint_activations, group_size, selective_checkpoint
 from meshwright_worker.memory.activation_offload import offload_activations
-from meshwright_worker.memory.parameter_offload import offload_parameters_to_files
 from meshwright_worker.models.attention import AttentionCore, needs_equal_head_sizes
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.dropout import TensorSlice, apply_dropout
@@ -45,6 +45,7 @@ from meshwright_worker.parallel.context.context_parallel import (
     install_context_attention,
 )
 from meshwright_worker.parallel.data.fsdp import apply_fsdp, preallocate_fsdp_storage, uses_fsdp
+from meshwright_worker.parallel.data.parameter_offload import offload_parameters_to_files
 from meshwright_worker.parallel.expert.expert_parallel import (
     apply_expert_parallel,
     apply_fsdp_to_experts,
@@ -53,7 +54,6 @@ from meshwright_worker.parallel.expert.expert_parallel import (
 from meshwright_worker.parallel.tensor.async_tensor_parallel import ring_matmuls
 from meshwright_worker.parallel.tensor.cross_entropy import ChunkedLoss, use_chunked_loss
 from meshwright_worker.parallel.tensor.tensor_parallel import apply_tensor_parallel, use_local_parameters
-from meshwright_worker.precision.dtypes import compute_dtype, stored_dtype
 from meshwright_worker.precision.fp8.grouped_linear import convert_experts_to_fp8
 from meshwright_worker.precision.fp8.linear import convert_to_fp8
 from meshwright_worker.precision.fp8.scaling_recipe import fp8_recipes

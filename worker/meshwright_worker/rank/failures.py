@@ -17,7 +17,7 @@ from meshwright.data.errors import DataError, is_storage_fault
 from meshwright.figures import format_number
 from meshwright.printable import printable
 from meshwright.protocol.messages import FailureKind
-from meshwright_worker.checkpoint.errors import (
+from meshwright_worker.checkpoint_errors import (
     CheckpointMismatchError,
     ForeignCheckpointError,
     ResumeSourceError,

@@ -11,24 +11,31 @@ import sys
 import traceback
 from collections.abc import Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 from meshwright.api.checkpoint import Writer
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.task import RankTask, StepReport, Work
 
-if TYPE_CHECKING:
-    from meshwright_worker.checkpoint.writer_process import WriterProcess
-
 EXIT_DONE = 0
 EXIT_FAILED = 1
+# Modules that need torch are imported by name, in the rank.
 IN_MEMORY_MODULE = "meshwright_worker.in_memory.supervisor"
 """Runs the ranks that recover in memory."""
+WRITER_MODULE = "meshwright_worker.checkpoint.writer_process"
+"""Starts the processes that write checkpoints."""
 DUMP_STACKS = signal.SIGUSR2
 """The signal that makes a rank write the stacks of its threads. A fatal signal does too."""
 REQUEST_CHECKPOINT = signal.SIGUSR1
 """The signal that asks rank 0 for a checkpoint after the step that runs."""
+
+
+class CheckpointWriter(Protocol):
+    """A process that writes checkpoints."""
+
+    def close(self) -> None:
+        """End it."""
 
 
 class PipeEvents:
@@ -134,13 +141,12 @@ def run(
         os._exit(code)
 
 
-def _start_writer(task: RankTask[NativeRun], descriptors: tuple[int, ...]) -> WriterProcess | None:
+def _start_writer(task: RankTask[NativeRun], descriptors: tuple[int, ...]) -> CheckpointWriter | None:
     """Fork the process that writes this rank's checkpoints, if the run wants one. Before the rank has threads."""
     checkpoint = task.run.checkpoint
     if checkpoint is None or checkpoint.writer is not Writer.PROCESS:
         return None
-    from meshwright_worker.checkpoint import writer_process  # noqa: PLC0415 - only images with torch
-
-    writer = writer_process.start_writer(descriptors)
-    writer_process.set_writer(writer)
+    module = importlib.import_module(WRITER_MODULE)
+    writer: CheckpointWriter = module.start_writer(descriptors)
+    module.set_writer(writer)
     return writer

@@ -41,7 +41,6 @@ from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.epochs import data_use
 from meshwright_worker.data.mixture import open_streams
 from meshwright_worker.data.sample_assignment import combined_identity, is_federated, island_data_dir
-from meshwright_worker.data.vocabulary_check import check_vocabulary
 from meshwright_worker.distributed.device import device_properties
 from meshwright_worker.distributed.device_checks import validate_device
 from meshwright_worker.distributed.mesh import START_TIMEOUT, Mesh, join_mesh, set_collective_timeout
@@ -56,6 +55,7 @@ from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.initial_state import load_state
 from meshwright_worker.trainer.trainer import StepGate, StepResult, Trainer
 from meshwright_worker.trainer.training_loop import RunInputs, TrainingLoop
+from meshwright_worker.trainer.vocabulary_check import check_vocabulary
 from meshwright_worker.trainer.warm_up import warm_up
 
 log = logging.getLogger(__name__)

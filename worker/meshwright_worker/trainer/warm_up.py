@@ -14,9 +14,9 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright.sequence_sharding import SequenceSharding
 from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.distributed.mesh import Mesh, own_groups
+from meshwright_worker.dtypes import compute_dtype, stored_dtype
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.parallel.context.context_parallel import ContextGroups, install_context_attention
-from meshwright_worker.precision.dtypes import compute_dtype, stored_dtype
 
 _POSITIONS, _WIDTH = 128, 256
 _DOCUMENTS = 4

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from meshwright_worker.precision.dtypes import upcast
+from meshwright_worker.dtypes import upcast
 
 _aten = torch.ops.aten
 CUDA_HEAD_MULTIPLE = 8

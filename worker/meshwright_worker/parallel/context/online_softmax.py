@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
+from meshwright_worker.dtypes import upcast
 from meshwright_worker.parallel.context.attention_blocks import AttentionBlock
 from meshwright_worker.parallel.context.attention_kernels import attend, attend_backward
-from meshwright_worker.precision.dtypes import upcast
 
 
 class PartSoftmax(Protocol):

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from meshwright_worker.dtypes import upcast
 from meshwright_worker.parallel.context.online_softmax import PartKernels
 from meshwright_worker.parallel.context.varlen_kernels import Places, VarlenCall, attend_varlen, attend_varlen_backward
-from meshwright_worker.precision.dtypes import upcast
 
 
 class _VarlenAttention(torch.autograd.Function):

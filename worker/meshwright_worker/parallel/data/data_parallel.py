@@ -11,6 +11,7 @@ from meshwright.api.data_parallel import DataParallelEngine
 from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.dtypes import compute_dtype
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.data.ddp import BucketedAllReduce
@@ -18,7 +19,6 @@ from meshwright_worker.parallel.data.fp8_gather import Fp8Shards, gathered_fp8
 from meshwright_worker.parallel.data.sharded_masters import ShardedMasters
 from meshwright_worker.parallel.data.zero import ZeroShards
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.precision.dtypes import compute_dtype
 
 
 class DataParallel(Protocol):

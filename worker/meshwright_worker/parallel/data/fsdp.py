@@ -25,8 +25,8 @@ from meshwright.api.data_parallel import DataParallelEngine
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.precision import Precision
 from meshwright.protocol.run_config import Run
+from meshwright_worker.dtypes import sharding_policy
 from meshwright_worker.models.decoder import DecoderStage
-from meshwright_worker.precision.dtypes import sharding_policy
 
 _WITHOUT_FSDP = "use `zeroStage: 0`"
 

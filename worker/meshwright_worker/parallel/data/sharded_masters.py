@@ -14,11 +14,11 @@ import torch
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.precision import GradientFormat
 from meshwright_worker.distributed.mesh import SHARD, Mesh
+from meshwright_worker.dtypes import PARAMETER_DTYPE
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.parallel.data.parameter_gather import ParameterGather
 from meshwright_worker.parallel.data.zero import ZeroShards
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.precision.dtypes import PARAMETER_DTYPE
 
 _DTYPES = {GradientFormat.BF16: torch.bfloat16, GradientFormat.FP32: torch.float32}
 

@@ -34,12 +34,12 @@ from meshwright_worker.distributed.mesh import (
     Mesh,
     split_experts_by_node,
 )
+from meshwright_worker.dtypes import sharding_policy
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.load_balancing import SequencePartition
 from meshwright_worker.models.moe import Experts, MixtureOfExperts, iter_moe_layers
 from meshwright_worker.parallel.expert.dispatch import AllToAllDispatcher
 from meshwright_worker.parallel.expert.node_exchange import NodeExchange
-from meshwright_worker.precision.dtypes import sharding_policy
 
 _WIDTH_DIMENSION = {"gate": 1, "up": 1, "down": 2}
 """The width dimension of each of the experts' tensors."""

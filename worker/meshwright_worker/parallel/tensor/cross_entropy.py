@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_worker.data.batch import IGNORED
+from meshwright_worker.dtypes import upcast
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.layers import Linear, TokenLoss, local
 from meshwright_worker.parallel.tensor.regions import enter_tensor_parallel
-from meshwright_worker.precision.dtypes import upcast
 
 
 class _CrossEntropy(NamedTuple):

@@ -15,10 +15,10 @@ from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import open_tokenizer
 from meshwright.manifest_checksum import with_checksum
 from meshwright_worker.data.corpus import CorpusError
-from meshwright_worker.data.vocabulary_check import check_vocabulary
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.train import train
+from meshwright_worker.trainer.vocabulary_check import check_vocabulary
 from tests.distributed.cases import Recorder
 from tests.distributed.configs import small_run
 
