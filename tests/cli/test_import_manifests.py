@@ -161,6 +161,96 @@ def test_a_restart_policy_that_is_not_kept_is_named(tmp_path: Path) -> None:
     assert imported(tmp_path, job)[1]["spec"]["recovery"] == {"maxRestarts": 0}
 
 
+MPI_JOB: dict[str, Any] = {
+    "apiVersion": "kubeflow.org/v2beta1",
+    "kind": "MPIJob",
+    "metadata": {"name": "bert"},
+    "spec": {
+        "slotsPerWorker": 8,
+        "sshAuthMountPath": "/home/mpiuser/.ssh",
+        "runPolicy": {"backoffLimit": 2, "schedulingPolicy": {"minAvailable": 5, "priorityClass": "research"}},
+        "mpiReplicaSpecs": {
+            "Launcher": {
+                "replicas": 1,
+                "template": {
+                    "spec": {
+                        "containers": [
+                            {
+                                "name": "mpi-launcher",
+                                "image": "trainer:1",
+                                "env": [
+                                    {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"},
+                                    {"name": "HERE", "value": "1"},
+                                ],
+                                "command": ["/usr/bin/mpirun", "--allow-run-as-root", "-np", "32", "-bind-to", "none"],
+                                "args": [
+                                    *(
+                                        "-x",
+                                        "NCCL_DEBUG=INFO",
+                                        "-x",
+                                        "NCCL_SOCKET_IFNAME",
+                                        "-x",
+                                        "PATH",
+                                        "-x",
+                                        "MASTER_PORT=1",
+                                    ),
+                                    *("-mca", "pml", "ob1", "python", "train.py", "-n", "3"),
+                                ],
+                            }
+                        ]
+                    }
+                },
+            },
+            "Worker": {"replicas": 4, "template": simple(["/usr/sbin/sshd", "-De"])},
+        },
+    },
+}
+
+
+def test_the_workers_of_an_mpi_job_run_what_its_launcher_starts(tmp_path: Path) -> None:
+    notes, job = imported(tmp_path, MPI_JOB)
+    assert notes[0] == "From an MPIJob."
+    assert job["spec"]["replicas"] == 32
+    assert job["spec"]["runtime"]["command"] == ["python", "train.py", "-n", "3"]
+    assert job["spec"]["workers"]["gpusPerWorker"] == 8
+    assert job["spec"]["workers"]["env"] == [
+        {"name": "NCCL_DEBUG", "value": "INFO"},
+        {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"},
+    ]
+    assert job["spec"]["recovery"] == {"maxRestarts": 2}
+    assert job["spec"]["priorityClassName"] == "research"
+    assert not any("sshd" in note or "no equivalent" in note or "processes:" in note for note in notes)
+    assert any(note.startswith("to do: `mpirun` is left out, and MPI with it") for note in notes)
+    assert check_manifest(job) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "note"),
+    [
+        ({"runLauncherAsWorker": True}, 40, "the launcher, which runs ranks too, becomes a worker"),
+        ({"slotsPerWorker": 1}, 32, "a pod has 1 processes for 8 GPUs: a worker has one rank for each GPU"),
+    ],
+)
+def test_processes_of_an_mpi_job(tmp_path: Path, changes: dict[str, Any], ranks: int, note: str) -> None:
+    notes, job = imported(tmp_path, {**MPI_JOB, "spec": {**MPI_JOB["spec"], **changes}})
+    assert job["spec"]["replicas"] == ranks
+    assert note in notes
+
+
+def test_a_launcher_that_runs_a_script_of_its_own_is_named(tmp_path: Path) -> None:
+    changed = copy.deepcopy(MPI_JOB)
+    launcher = changed["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    launcher |= {"command": ["/launch.sh"], "args": []}
+    notes, job = imported(tmp_path, changed)
+    assert job["spec"]["runtime"]["command"] == ["/launch.sh"]
+    assert "to do: the command is that of the launcher: write what it starts as `runtime.command`" in notes
+    del changed["spec"]["mpiReplicaSpecs"]["Launcher"]
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(changed))
+    result = CliRunner().invoke(main, ["import", str(file)])
+    assert "`spec.mpiReplicaSpecs` must have `Launcher` and `Worker`" in result.output
+
+
 def test_a_job_of_hyperpod(tmp_path: Path) -> None:
     job = {
         "apiVersion": "sagemaker.amazonaws.com/v1",
@@ -333,10 +423,30 @@ def test_manifests_that_cannot_be_read(tmp_path: Path, objects: list[dict[str, A
         (["bash", "-c", "torchrun --nnodes 2\nls"], ["bash", "-c", "torchrun --nnodes 2\nls"]),
         (["torchrun", "--nnodes"], ["torchrun", "--nnodes"]),
         (["python", "train.py"], ["python", "train.py"]),
+        (["mpirun", "--oversubscribe", "-N", "8", "-H", "a,b", "python", "t.py", "-x"], ["python", "t.py", "-x"]),
+        (
+            ["sh", "-c", "cd /x; mpirun -x A='1 2' --mca btl ^openib \\\n -np $N python t.py | tee log"],
+            ["sh", "-c", "cd /x; python t.py | tee log"],
+        ),
+        (["sh", "-c", "mpirun -np 2\nls"], ["sh", "-c", "mpirun -np 2\nls"]),
+        (["mpirun", "-x"], ["mpirun", "-x"]),
+        (["mpirun", "-mca", "a"], ["mpirun", "-mca", "a"]),
     ],
 )
 def test_a_launcher_is_taken_out_of_a_command(command: list[str], expected: list[str]) -> None:
     assert without_launcher(command).words == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        (["mpirun", "-x", "A=1", "--x", "B", "run"], {"A": "1", "B": None}),
+        (["mpiexec", "-genv", "A", "1", "-env", "B=2", "-genvlist", "C,D", "run"], dict(A="1", B="2", C=None, D=None)),
+        (["sh", "-c", """mpirun -x A='1 2' -x "B=3" -x C='{"d": 1}' run"""], {"A": "1 2", "B": "3", "C": '{"d": 1}'}),
+    ],
+)
+def test_variables_that_mpirun_sets(command: list[str], variables: dict[str, str | None]) -> None:
+    assert without_launcher(command).variables == variables
 
 
 def pytorch_job(container: dict[str, Any], pods: int = 4, **spec: Any) -> dict[str, Any]:

@@ -47,9 +47,9 @@ def import_job(
 ) -> None:
     """Print the job that another tool's manifest or configuration means.
 
-    FILE is a manifest with a PyTorchJob, HyperPodPyTorchJob, TrainJob, JobSet or Job of Kubernetes or Volcano,
-    DeepSpeed's JSON, a command line or script with arguments of Megatron-LM, or torchtitan's TOML. `-` reads standard
-    input. Comments name the settings without an equivalent, and what the job still needs.
+    FILE is a manifest with a PyTorchJob, MPIJob, HyperPodPyTorchJob, TrainJob, JobSet or Job of Kubernetes or
+    Volcano, DeepSpeed's JSON, a command line or script with arguments of Megatron-LM, or torchtitan's TOML. `-` reads
+    standard input. Comments name the settings without an equivalent, and what the job still needs.
     """
     try:
         found = imported(_text(file), gpus)
@@ -113,7 +113,8 @@ def imported(text: str, gpus: int | None) -> Imported:
 
 def comments(found: Imported, job: dict[str, Any]) -> Iterator[str]:
     """What a reader must know about the job."""
-    yield f"From a {found.framework}." if found.metadata else f"From a configuration of {found.framework}."
+    article = "an" if found.framework.startswith("MPI") else "a"
+    yield f"From {article} {found.framework}." if found.metadata else f"From a configuration of {found.framework}."
     for name in found.without_equivalent:
         yield f"no equivalent: {name}"
     yield from found.notes

@@ -1,5 +1,5 @@
-"""Reads a job of another operator: PyTorchJob, HyperPodPyTorchJob, TrainJob, JobSet, or a Job of Volcano or of
-Kubernetes itself.
+"""Reads a job of another operator: PyTorchJob, MPIJob, HyperPodPyTorchJob, TrainJob, JobSet, or a Job of Volcano or
+of Kubernetes itself.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from meshwright.rules.command_degrees import MEGATRON_ORDER, MEGATRON_PIPELINE, option_words, stated_degrees
 from meshwright.rules.launchers import is_shell_script
 from meshwright_cli.importing.fields import Fields
-from meshwright_cli.importing.launchers import without_launcher
-from meshwright_cli.importing.pod_template import NEURON_CORE, NEURON_DEVICE, Pods, read_pods
+from meshwright_cli.importing.launchers import Command, without_launcher
+from meshwright_cli.importing.pod_template import NEURON_CORE, NEURON_DEVICE, Pods, is_of_agent, read_pods
 from meshwright_cli.importing.settings import Imported, ImportFileError, without_none
 from meshwright_cli.importing.train_job import TRAINERS, template_of_train_job
 
@@ -47,6 +47,8 @@ class _Gang:
     volumes: list[dict[str, Any]] = field(default_factory=list)
     """Entries of `workers.volumes` that all pods have."""
     notes: list[str] = field(default_factory=list)
+    launcher: Pods | None = None
+    """The pod that starts the ranks in the others."""
 
 
 def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
@@ -112,7 +114,8 @@ def _gpus(group: _Group) -> int:
 
 def _spec(gang: _Gang, pods: Pods) -> dict[str, Any]:
     """The job's spec, from what the kind and the template say. Adds what differs to the notes of `gang`."""
-    command = without_launcher(pods.command)
+    started = pods.command if gang.launcher is None else gang.launcher.command
+    command = without_launcher(started)
     processes = _processes(command.options.get("--nproc-per-node"), gang.processes, pods.gpus)
     _use_neuron_cores(pods, processes)
     ranks = pods.gpus or processes or 1
@@ -120,12 +123,17 @@ def _spec(gang: _Gang, pods: Pods) -> dict[str, Any]:
         gang.notes.append("the pods request no GPUs: each rank of a worker requests one of `workers.gpuResource`")
     elif processes not in (None, pods.gpus):
         gang.notes.append(f"a pod has {processes} processes for {pods.gpus} GPUs: a worker has one rank for each GPU")
-    gang.notes.extend(_about_command(command.removed, command.left, command.options, pods.command))
+    gang.notes.extend(_about_command(command, started))
     total = sum(group.pods for group in gang.groups)
+    if command.is_mpi:
+        gang.notes.extend(_about_mpi(command, total * ranks))
+    elif gang.launcher is not None:
+        gang.notes.append("to do: the command is that of the launcher: write what it starts as `runtime.command`")
     degrees, words = _degrees(command.words, total * ranks, gang.notes)
     ranks_of_replica = prod(degrees.values())
     workers = {**pods.workers, "volumes": [*pods.workers.get("volumes", ()), *gang.volumes] or None}
     workers |= gang.spec.pop("workers", {})
+    workers["env"] = _variables(workers.get("env") or [], command, gang.launcher) or None
     least, most = gang.pods
     restarts = command.options.get("--max-restarts", "")
     recovery = gang.spec.pop("recovery", {})
@@ -188,23 +196,49 @@ def _processes(of_launcher: str | None, of_job: str | None, gpus: int) -> int | 
     return None
 
 
-def _about_command(
-    removed: str | None, left: str | None, options: Mapping[str, str], command: Sequence[str]
-) -> Iterator[str]:
-    if removed is not None:
-        yield f"`{removed}` is left out: each rank runs its script with the variables that it sets"
-    for name in sorted(_DROPPED & set(options)):
-        yield f"no equivalent: {name} of `{removed}`"
-    if left is not None:
-        yield f"to do: the command runs `{left}`, which starts ranks itself: run the script, once for each rank"
-    if any("sshd" in word for word in command):
+def _about_command(command: Command, started: Sequence[str]) -> Iterator[str]:
+    """What differs for the script. `started` is the command of a pod."""
+    if command.removed is not None and not command.is_mpi:
+        yield f"`{command.removed}` is left out: each rank runs its script with the variables that it sets"
+    for name in sorted(_DROPPED & set(command.options)):
+        yield f"no equivalent: {name} of `{command.removed}`"
+    if command.left is not None:
+        yield f"to do: the command runs `{command.left}`, which starts ranks itself: run the script, once for each rank"
+    if any("sshd" in word for word in started):
         yield "to do: the ranks wait for a launcher, such as `mpirun`: write what that starts as `runtime.command`"
-    if not command:
+    if not started:
         yield "to do: the image's own entry point is not run: write it as `runtime.command`"
-    elif command[0].endswith("sh") and left is None:
+    elif started[0].endswith("sh") and command.left is None:
         yield "the shell's script runs once for each rank, not once for each pod"
-        if not is_shell_script(command):
+        if not is_shell_script(started):
             yield "to do: if the script runs `torchrun`, run what that starts instead: each rank would train alone"
+
+
+def _about_mpi(command: Command, ranks: int) -> Iterator[str]:
+    yield (
+        f"to do: `{command.removed}` is left out, and MPI with it: each rank runs what it starts, with the variables "
+        "of torchrun. Read `RANK`, `LOCAL_RANK` and `WORLD_SIZE` for those of MPI. What calls MPI itself, such as "
+        "Horovod or NCCL's tests, does not find the other ranks"
+    )
+    processes = command.options.get("np", "")
+    if processes.isdigit() and int(processes) != ranks:
+        yield f"`{command.removed}` starts {processes} processes: the job has {ranks} ranks, one for each GPU"
+
+
+def _variables(
+    own: Sequence[Mapping[str, Any]], command: Command, launcher: Pods | None
+) -> Sequence[Mapping[str, Any]]:
+    """`workers.env`, with the variables that a launcher sets for its ranks."""
+    of_launcher = {} if launcher is None else {one["name"]: one for one in launcher.workers.get("env", ())}
+    merged = {one["name"]: one for one in own}
+    for name, value in command.variables.items():
+        if is_of_agent(name):
+            continue
+        if value is not None:
+            merged[name] = {"name": name, "value": value}
+        elif name in of_launcher:
+            merged[name] = of_launcher[name]
+    return list(merged.values())
 
 
 def _pytorch_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
@@ -229,6 +263,30 @@ def _pytorch_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
     found["priorityClassName"] = scheduling.get("priorityClass")
     scheduling.ignore("minAvailable")
     return _Gang(groups, _text(processes), found, pods=(elastic.integer("minReplicas"), elastic.integer("maxReplicas")))
+
+
+def _mpi_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
+    """The workers run what the launcher starts in them."""
+    roles = spec.child("mpiReplicaSpecs")
+    if "Launcher" not in roles or "Worker" not in roles:
+        raise ImportFileError("`spec.mpiReplicaSpecs` must have `Launcher` and `Worker`")
+    launcher, worker = roles.child("Launcher"), roles.child("Worker")
+    gang = _Gang([_Group("Worker", _number(worker, "replicas"), worker.child("template"))])
+    gang.launcher = read_pods(Fields(launcher.get("template"), "spec.mpiReplicaSpecs.Launcher.template"), _CONTAINERS)
+    for role in (launcher, worker):
+        role.ignore("replicas", "restartPolicy")
+    gang.processes = _text(spec.get("slotsPerWorker"))
+    if spec.get("runLauncherAsWorker"):
+        gang.groups[0].pods += 1
+        gang.notes.append("the launcher, which runs ranks too, becomes a worker")
+    policy = spec.child("runPolicy")
+    gang.spec = _of_policy(policy)
+    gang.spec["recovery"] = {"maxRestarts": policy.integer("backoffLimit")}
+    scheduling = policy.child("schedulingPolicy")
+    gang.spec["priorityClassName"] = scheduling.get("priorityClass")
+    scheduling.ignore("minAvailable")
+    spec.ignore("launcherCreationPolicy", "mpiImplementation", "sshAuthMountPath", "mainContainer")
+    return gang
 
 
 def _hyperpod_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
@@ -346,6 +404,7 @@ def _text(value: Any) -> str | None:
 
 KINDS: dict[str, Callable[[Fields, Sequence[Mapping[str, Any]]], _Gang]] = {
     "PyTorchJob": _pytorch_job,
+    "MPIJob": _mpi_job,
     "HyperPodPyTorchJob": _hyperpod_job,
     "TrainJob": _train_job,
     "JobSet": _job_set,

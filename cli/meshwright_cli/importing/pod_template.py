@@ -130,11 +130,16 @@ def _quantity(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
+def is_of_agent(variable: str) -> bool:
+    """Whether the agent sets this variable for each rank, so that a job must not."""
+    return variable in VARIABLE_NAMES or variable.startswith(VARIABLE_PREFIXES)
+
+
 def _variables(container: Fields) -> Iterator[dict[str, Any]]:
     """`workers.env`. What is read from fields of the pod has no equivalent."""
     for variable in container.children("env"):
         name, source = variable.get("name"), variable.child("valueFrom")
-        if name in VARIABLE_NAMES or str(name).startswith(VARIABLE_PREFIXES):  # the agent sets them for each rank
+        if is_of_agent(str(name)):
             variable.ignore_all()
             continue
         keys = {kind: source.child(kind) for kind in ("secretKeyRef", "configMapKeyRef") if kind in source}
