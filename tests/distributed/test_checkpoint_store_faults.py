@@ -14,8 +14,8 @@ from meshwright_worker.rank.task import Outcome
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.storage_cases import train_on_failing_store
+from tests.s3_server import server
 from tests.worker.checkpoint.fault_proxy import FaultProxy
-from tests.worker.checkpoint.s3_server import server
 
 __all__ = ["server"]
 

@@ -6,17 +6,12 @@ It loses a pod and resumes from the store, where its checkpoints are also listed
 from __future__ import annotations
 
 import base64
-import contextlib
-import subprocess
-import sys
-import time
-import urllib.request
 
 import pytest
 
-from tests.distributed.rank_pool import free_port
 from tests.e2e.local_stack import tiny
 from tests.e2e.test_command_line import run
+from tests.s3_server import serving
 
 pytest.importorskip("s3fs", reason="pip install s3fs 'moto[server]'")
 pytest.importorskip("moto.server", reason="pip install s3fs 'moto[server]'")
@@ -28,20 +23,8 @@ STEPS = 300  # enough that the job still trains when the pod is deleted after it
 @pytest.fixture(scope="module")
 def store():
     """The address of the server, which has the bucket `runs`."""
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(1200):
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(urllib.request.Request(f"{url}/runs", method="PUT"), timeout=30).close()
-                break
-            time.sleep(0.1)
+    with serving("runs") as url:
         yield url
-    finally:
-        process.kill()
-        process.wait()
 
 
 def secret():

@@ -18,9 +18,9 @@ from meshwright_worker.checkpoint.retry import RetryPolicy
 from meshwright_worker.checkpoint.store import open_store
 from meshwright_worker.checkpoint_errors import CheckpointStoreError, CheckpointVolumeError, ResumeSourceError
 from meshwright_worker.distributed.mesh import Mesh
+from tests.s3_server import server
 from tests.worker.checkpoint.dying_writer import count_connections, save_and_die
 from tests.worker.checkpoint.fault_proxy import KINDS, FaultProxy
-from tests.worker.checkpoint.s3_server import server
 from tests.worker.checkpoint.saving import save_alone
 from tests.worker.checkpoint.test_checkpoint_files import manifest_at
 from tests.worker.checkpoint.test_killed_saves import mesh
