@@ -97,12 +97,15 @@ def test_verify_reads_every_file_and_names_the_damaged_ones(tmp_path: Path) -> N
         list(verified(str(tmp_path), 31))
 
 
-def test_verify_names_a_checkpoint_that_was_renamed(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_renamed_is_named_and_not_copied(tmp_path: Path) -> None:
     save_steps(str(tmp_path), 10, 20)
     CheckpointDirectory(tmp_path).path(20).rename(tmp_path / "step-00000030")
     found = {one.step: one.problems for one in verified(str(tmp_path), None)}
     manifest = tmp_path / "step-00000030" / MANIFEST
     assert found == {10: [], 30: [f"{manifest} is of step 20: give the checkpoint its name again"]}
+    with pytest.raises(DamagedCheckpointError, match="is of step 20: give the checkpoint its name again"):
+        copied([str(tmp_path)], 30, str(tmp_path / "copy"))
+    assert copied([str(tmp_path)], None, str(tmp_path / "copy")).step == 10, "the newest that has its own name"
 
 
 @pytest.mark.parametrize("target", ["directory", "object store"])

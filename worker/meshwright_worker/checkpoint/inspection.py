@@ -7,7 +7,7 @@ those of later versions more. A copy has the manifest of its source, byte by byt
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -164,8 +164,8 @@ def verified(place: str, step: int | None) -> Iterator[Verified]:
         try:
             manifest = _manifest(files)
             records = _records(manifest)
-            if (actual := manifest["state"].get("step")) != number:
-                problems.append(f"{files.label(MANIFEST)} is of step {actual}: give the checkpoint its name again")
+            if problem := _wrong_name(files, manifest, number):
+                problems.append(problem)
         except DamagedCheckpointError as error:
             problems.append(str(error))
         for name, record in sorted(records.items()):
@@ -222,6 +222,8 @@ def lineage(place: str, step: int | None) -> Lineage:
 def _copy(step: int, files: CheckpointFiles, store: CheckpointStore, target: str) -> Copied:
     manifest = _manifest(files)
     content, records = files.read(MANIFEST), _records(manifest)
+    if problem := _wrong_name(files, manifest, step):
+        raise DamagedCheckpointError(problem)
     if step in store.steps():
         raise CheckpointError(f"{target} has a checkpoint of step {step} already: it stays as it is")
     store.make_place(step)
@@ -290,6 +292,12 @@ def _manifest(files: CheckpointFiles) -> dict[str, Any]:
     if damage := checksum_error(fields):
         raise DamagedCheckpointError(f"{label} is damaged: {damage}")
     return fields
+
+
+def _wrong_name(files: CheckpointFiles, manifest: Mapping[str, Any], step: int) -> str:
+    """What is wrong if a checkpoint has the name of another step than it is of."""
+    actual = manifest["state"].get("step")
+    return "" if actual == step else f"{files.label(MANIFEST)} is of step {actual}: give the checkpoint its name again"
 
 
 def _records(manifest: dict[str, Any]) -> dict[str, FileRecord]:
