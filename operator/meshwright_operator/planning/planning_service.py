@@ -39,7 +39,7 @@ SLOW_SLICE_SECONDS = 0.5
 MAX_PREEMPTIONS = 2
 """How often a plan is preempted for a namespace that used less. It begins again each time."""
 SLOW_NICE = 10
-"""The slow process gets a tenth of a core that it shares with the quick one, and so needs 50 s for its deadline."""
+"""The slow process gets a tenth of a core that it shares with the quick one, and so needs 100 s for its deadline."""
 MUCH_USE = 3.0
 """CPU seconds that a namespace used recently from which it makes way in the quick process for those that used less."""
 AT_ONCE_SECONDS = 0.01
