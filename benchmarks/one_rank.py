@@ -33,7 +33,8 @@ from meshwright_worker.distributed.mesh import Mesh, build_mesh
 from meshwright_worker.parallel.data.data_parallel import build_data_parallel
 from meshwright_worker.parallel.parallelize import build_stages
 from meshwright_worker.parallel.pipeline.executor import build_executor
-from meshwright_worker.parallel.shards import ParameterShard, parameter_shards
+from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.parallel.stage_shards import parameter_shards
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.initial_state import draw_shards
 

@@ -5,6 +5,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from graphlib import TopologicalSorter
+from os.path import commonprefix
 from pathlib import Path
 
 import grimp
@@ -31,13 +32,13 @@ def test_neither_files_nor_folders_import_each_other():
     graph = grimp.build_graph(*settings["root_packages"], cache_dir=None)
     files = {file: graph.find_modules_directly_imported_by(file) for file in graph.modules}
     TopologicalSorter(files).prepare()  # raises CycleError, which names the files
-    folders = defaultdict(set)
-    for file, imported in files.items():
-        own = _folder(file)
-        folders[own] |= {_folder(other) for other in imported} - {own}
-    TopologicalSorter(folders).prepare()
-
-
-def _folder(file: str) -> str:
-    """The folder of a package that a file is in, such as `meshwright.planner`; a file of none stands for itself."""
-    return ".".join(file.split(".")[:2])
+    folders = defaultdict(lambda: defaultdict(set))
+    """Folder -> what is in it -> what of the same folder that imports."""
+    for file, others in files.items():
+        for other in others:
+            own, theirs = file.split("."), other.split(".")
+            shared = len(commonprefix([own, theirs]))
+            if shared < min(len(own), len(theirs)):
+                folders[".".join(own[:shared])][own[shared]].add(theirs[shared])
+    for imports in folders.values():
+        TopologicalSorter(imports).prepare()

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
+from meshwright_local.apiserver.query_options import list_options
 from meshwright_local.apiserver.registry.discovery import Registry
 from meshwright_local.apiserver.rest import list_watch
 from meshwright_local.apiserver.rest.list_watch import Watch
 from meshwright_local.apiserver.rest.printers import negotiate
-from meshwright_local.apiserver.rest.query_options import list_options
 from meshwright_local.apiserver.store import Store
 from tests.patience import patient
 

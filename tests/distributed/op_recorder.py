@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright_worker.parallel.pipeline import overlapped_passes
+from meshwright_worker.parallel import overlapped_passes
 
 
 class EveryPass(TorchDispatchMode):

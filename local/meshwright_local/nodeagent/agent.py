@@ -22,10 +22,10 @@ from meshwright_local.kube.quantities import milli_value
 from meshwright_local.kube.recorder import EventRecorder
 from meshwright_local.kube.reflector import Change, ChangeType, Reflector
 from meshwright_local.kube.resources import PODS
+from meshwright_local.nodeagent.container import Container
 from meshwright_local.nodeagent.network.addresses import NoAddressError, PodAddresses
 from meshwright_local.nodeagent.node import NodeRegistration, NodeSpec
 from meshwright_local.nodeagent.pod import PodRunner
-from meshwright_local.nodeagent.runtime.container import Container
 from meshwright_local.nodeagent.runtime.mount_namespace import FileSystemView, Mount
 from meshwright_local.nodeagent.runtime.process import Process, ProcessSpec, StartError
 from meshwright_local.nodeagent.sandbox import Host, Sandbox, discard_links

@@ -11,7 +11,7 @@ from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import STRATEGIC_PATCH, ApiError
 from meshwright_local.kube.resources import PODS
 from meshwright_local.nodeagent import volumes
-from meshwright_local.nodeagent.runtime.container import Container
+from meshwright_local.nodeagent.container import Container
 from meshwright_local.nodeagent.sandbox import API_ERRORS, PodSpecError, Sandbox, discard_links
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright_worker.models.split_backward import WeightGradStore, deferring_weight_grads, linear
-from meshwright_worker.parallel.pipeline.overlapped_passes import run_overlapped, wait_overlapped
+from meshwright_worker.parallel.overlapped_passes import run_overlapped, wait_overlapped
 
 
 class Collective:

@@ -29,7 +29,8 @@ from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import init_weights
 from meshwright_worker.models.lora import apply_lora, is_adapter
 from meshwright_worker.parallel.parallelize import build_stages
-from meshwright_worker.parallel.shards import ParameterShard, parameter_shards, stage_buffers
+from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.parallel.stage_shards import parameter_shards, stage_buffers
 from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.task import InferenceRun

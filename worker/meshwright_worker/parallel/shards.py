@@ -1,4 +1,4 @@
-"""A stage's parameters as this rank stores them: plain tensors that share the parameters' memory.
+"""A parameter as this rank stores it: a plain tensor that shares the parameter's memory.
 
 Optimizer, norm, clipping and checkpoints are element-wise or sums, so they need no distributed tensors. On local shards
 the same code works in every layout, without DTensor's overhead per operation. `ParameterShard` adds what they need to
@@ -14,13 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.protocol.run_config import Run
-from meshwright_worker.distributed.mesh import SHARD_REPLICA, TENSOR, Mesh
-from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.distributed.mesh import TENSOR
 from meshwright_worker.models.init_weights import local_part, local_shard
-from meshwright_worker.parallel.data.fsdp import uses_fsdp
-from meshwright_worker.parallel.expert.expert_parallel import expert_parameters
-from meshwright_worker.parallel.tensor.tensor_parallel import partial_parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,35 +58,6 @@ class ParameterShard:
             raise RuntimeError(f"no gradient was computed for {self.name}")
         # Some gradients are one of several views of a tensor, which autograd does not allow to change in place.
         return local_part(gradient)
-
-
-def parameter_shards(
-    stage: DecoderStage, distributed: dict[str, DTensor], run: Run, mesh: Mesh
-) -> list[ParameterShard]:
-    """Return the shards of every parameter of a stage from `build_stages`, in the order of its parameters."""
-    sharded = uses_fsdp(run)
-    layout, tensor, replica = mesh.layout, mesh.coordinates.tensor, mesh.replicas.get_local_rank()
-    copies = mesh.hsdp_mesh is not None and mesh.hsdp_mesh.get_local_rank(SHARD_REPLICA) > 0
-    sequence = run.parallelism.sequence and mesh.layout.tensor > 1
-    partial = {id(parameter) for parameter in partial_parameters(stage, sequence=sequence)}
-    expert_parameter_ids = {id(parameter) for parameter in expert_parameters(stage)} if layout.expert > 1 else set()
-    shards = []
-    for name, parameter in stage.named_parameters():
-        local, whole = local_part(parameter), distributed.get(name)
-        expert = id(parameter) in expert_parameter_ids
-        # Norms and routers are replicated on the ranks of a tensor group.
-        owns_part = tensor == 0 or is_split_over_tensor(whole)
-        first = replica // layout.expert == 0 if expert else replica == 0
-        counted = owns_part and (not copies if sharded else first)
-        shards.append(
-            ParameterShard(name, parameter, local, whole, counted, id(parameter) in partial, not sharded, expert)
-        )
-    return shards
-
-
-def stage_buffers(stage: DecoderStage) -> dict[str, torch.Tensor]:
-    """Return a stage's learned buffers, full on every rank: the routers' balancing biases."""
-    return dict(stage.named_buffers())
 
 
 def is_split_over_tensor(whole: DTensor | None) -> bool:

@@ -32,7 +32,8 @@ from meshwright_worker.parallel.pipeline.executor import tokens_of_step
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.pipeline.pipedream import PipeDreamPipeline
 from meshwright_worker.parallel.pipeline.slot_times import SlotRecorder
-from meshwright_worker.parallel.shards import ParameterShard, parameter_shards
+from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.parallel.stage_shards import parameter_shards
 from meshwright_worker.trainer.evaluation import mean_loss
 from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts

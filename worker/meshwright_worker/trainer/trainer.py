@@ -31,7 +31,8 @@ from meshwright_worker.parallel.grad_norm import all_reduce_partial, clipped_fac
 from meshwright_worker.parallel.parallelize import build_stages
 from meshwright_worker.parallel.pipeline.executor import build_executor, tokens_of_step
 from meshwright_worker.parallel.pipeline.slot_times import SlotRecorder
-from meshwright_worker.parallel.shards import ParameterShard, parameter_shards, stage_buffers
+from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.parallel.stage_shards import parameter_shards, stage_buffers
 from meshwright_worker.precision.fp8.scaling_recipe import DelayedScaling
 from meshwright_worker.precision.loss_scale import LossScale, scale_loss_gradients
 from meshwright_worker.rank.task import ExpertLoad

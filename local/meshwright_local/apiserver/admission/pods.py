@@ -12,7 +12,7 @@ from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.metadata import problem
 from meshwright_local.apiserver.admission.pod_spec import container_causes, spec_causes
 from meshwright_local.apiserver.admission.quota import apply_limits, containers_of
-from meshwright_local.apiserver.registry.resource_types import Rules, set_condition
+from meshwright_local.apiserver.resource_types import Rules, set_condition
 from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import timestamps

@@ -12,7 +12,7 @@ from fractions import Fraction
 import orjson
 
 from meshwright.api.objects import KubeObject
-from meshwright_local.apiserver.registry.resource_types import Resource, Rules
+from meshwright_local.apiserver.resource_types import Resource, Rules
 from meshwright_local.apiserver.status_errors import Cause, forbidden, not_allowed, qualified, unsupported_value
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import quantities

@@ -27,8 +27,8 @@ from meshwright_local.apiserver.registry.checked_kinds import (
     RoleRules,
 )
 from meshwright_local.apiserver.registry.crds import CrdRules
-from meshwright_local.apiserver.registry.resource_types import Resource, Rules
 from meshwright_local.apiserver.registry.workload_kinds import SCALE, WorkloadRules
+from meshwright_local.apiserver.resource_types import Resource, Rules
 from meshwright_local.apiserver.schema.structural import builtin_types
 from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import Store

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.auth.identity import RBAC
-from meshwright_local.apiserver.registry.resource_types import Rules
+from meshwright_local.apiserver.resource_types import Rules
 from meshwright_local.apiserver.status_errors import (
     Cause,
     UnreadableError,

@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
-from meshwright_local.apiserver.registry.resource_types import Column, Resource, Rules, set_condition
+from meshwright_local.apiserver.resource_types import Column, Resource, Rules, set_condition
 from meshwright_local.apiserver.schema.cel import REASONS, CelError, compile_expression
 from meshwright_local.apiserver.schema.structural import apply_defaults, custom_schema, prune, published_schema
 from meshwright_local.apiserver.schema.validation import compile_pattern, validate

@@ -14,7 +14,7 @@ import orjson
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.registry.builtin_kinds import builtin_resources
 from meshwright_local.apiserver.registry.crds import crd_key, custom_resources, version_rank
-from meshwright_local.apiserver.registry.resource_types import Resource
+from meshwright_local.apiserver.resource_types import Resource
 from meshwright_local.apiserver.schema.structural import builtin_types
 from meshwright_local.apiserver.status_errors import ApiError, unknown_group_path, unknown_path
 from meshwright_local.apiserver.store import ResourceKey

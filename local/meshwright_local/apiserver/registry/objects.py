@@ -17,11 +17,11 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission import quota
 from meshwright_local.apiserver.admission.admit import admit, check_identity, check_type
+from meshwright_local.apiserver.query_options import WriteOptions, invalid_options
 from meshwright_local.apiserver.registry.crds import CLEANUP_FINALIZER, CRDS, crd_key
 from meshwright_local.apiserver.registry.discovery import Registry
-from meshwright_local.apiserver.registry.resource_types import Resource
 from meshwright_local.apiserver.registry.server_side_apply import Writer, server_side_apply, track_update
-from meshwright_local.apiserver.rest.query_options import WriteOptions, invalid_options
+from meshwright_local.apiserver.resource_types import Resource
 from meshwright_local.apiserver.schema.structural import apply_defaults, prune
 from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import ResourceKey, Store

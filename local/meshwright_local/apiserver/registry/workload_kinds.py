@@ -9,7 +9,7 @@ import orjson
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.admission.pods import check_pod_spec, default_template_spec
-from meshwright_local.apiserver.registry.resource_types import Rules
+from meshwright_local.apiserver.resource_types import Rules
 from meshwright_local.apiserver.status_errors import Cause, invalid_value, not_allowed, required, unsupported_value
 from meshwright_local.kube.selectors import labels_match
 

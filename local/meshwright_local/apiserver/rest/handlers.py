@@ -15,20 +15,20 @@ from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.admit import check_place
 from meshwright_local.apiserver.admission.metadata import field_value
 from meshwright_local.apiserver.auth.identity import Authenticator, RequestAttributes
-from meshwright_local.apiserver.registry.objects import NAMESPACES, Objects
-from meshwright_local.apiserver.registry.resource_types import Resource, set_condition
-from meshwright_local.apiserver.rest import pod_proxy, request_bodies
-from meshwright_local.apiserver.rest.chaos import Chaos, FaultOutcome
-from meshwright_local.apiserver.rest.kubelet_proxy import KubeletProxy
-from meshwright_local.apiserver.rest.list_watch import Watch, list_objects
-from meshwright_local.apiserver.rest.printers import View, negotiate
-from meshwright_local.apiserver.rest.query_options import (
+from meshwright_local.apiserver.query_options import (
     WriteOptions,
     delete_options,
     invalid_options,
     list_options,
     write_options,
 )
+from meshwright_local.apiserver.registry.objects import NAMESPACES, Objects
+from meshwright_local.apiserver.resource_types import Resource, set_condition
+from meshwright_local.apiserver.rest import pod_proxy, request_bodies
+from meshwright_local.apiserver.rest.chaos import Chaos, FaultOutcome
+from meshwright_local.apiserver.rest.kubelet_proxy import KubeletProxy
+from meshwright_local.apiserver.rest.list_watch import Watch, list_objects
+from meshwright_local.apiserver.rest.printers import View, negotiate
 from meshwright_local.apiserver.status_errors import ApiError, Cause
 from meshwright_local.apiserver.store import Store, Stored
 from meshwright_local.kube import timestamps

@@ -13,9 +13,9 @@ import orjson
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.admission.metadata import field_selector, label_selector
-from meshwright_local.apiserver.registry.resource_types import Resource
+from meshwright_local.apiserver.query_options import ListOptions
+from meshwright_local.apiserver.resource_types import Resource
 from meshwright_local.apiserver.rest.printers import View
-from meshwright_local.apiserver.rest.query_options import ListOptions
 from meshwright_local.apiserver.status_errors import ApiError, bad_request
 from meshwright_local.apiserver.store import Event, Place, RevisionTooOldError, Store, Stored
 

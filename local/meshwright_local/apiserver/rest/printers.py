@@ -16,7 +16,7 @@ import orjson
 import yaml
 
 from meshwright.api.objects import KubeObject
-from meshwright_local.apiserver.registry.resource_types import Column, Resource
+from meshwright_local.apiserver.resource_types import Column, Resource
 from meshwright_local.apiserver.status_errors import ApiError
 from meshwright_local.apiserver.store import Stored
 from meshwright_local.kube import timestamps

@@ -19,13 +19,13 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.auth import certificates
 from meshwright_local.apiserver.auth.certificates import Authority, TlsFiles
 from meshwright_local.apiserver.auth.identity import RBAC, Authenticator, Authorizer, User, admin, initial_roles
+from meshwright_local.apiserver.query_options import WriteOptions
 from meshwright_local.apiserver.registry.builtin_kinds import PERMANENT_NAMESPACES
 from meshwright_local.apiserver.registry.discovery import Registry
 from meshwright_local.apiserver.registry.objects import NAMESPACES, Objects
 from meshwright_local.apiserver.rest.chaos import Chaos
 from meshwright_local.apiserver.rest.handlers import DELETES_PER_TURN, Handlers
 from meshwright_local.apiserver.rest.kubelet_proxy import KubeletProxy
-from meshwright_local.apiserver.rest.query_options import WriteOptions
 from meshwright_local.apiserver.rest.request_bodies import MAX_BODY_BYTES
 from meshwright_local.apiserver.rest.router import Routes
 from meshwright_local.apiserver.store import Store

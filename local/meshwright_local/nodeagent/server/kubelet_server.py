@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from meshwright.api.objects import KubeObject
-from meshwright_local.nodeagent.runtime.container import Container
+from meshwright_local.nodeagent.container import Container
 from meshwright_local.nodeagent.runtime.process import StartError
 from meshwright_local.nodeagent.server import logs, remote_exec
 

@@ -18,7 +18,7 @@ from subprocess import DEVNULL
 import orjson
 from aiohttp import WSMsgType, web
 
-from meshwright_local.nodeagent.runtime.container import Container
+from meshwright_local.nodeagent.container import Container
 from meshwright_local.nodeagent.runtime.process import Process
 
 PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")

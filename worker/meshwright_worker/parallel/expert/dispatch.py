@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_worker.distributed.collectives import all_gather, reduce_scatter
-from meshwright_worker.parallel.pipeline.overlapped_passes import wait_overlapped
+from meshwright_worker.parallel.overlapped_passes import wait_overlapped
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from meshwright_worker.parallel.data.fsdp import (
     reshard,
     upcast_gradients,
 )
-from meshwright_worker.parallel.pipeline.overlapped_passes import run_overlapped
+from meshwright_worker.parallel.overlapped_passes import run_overlapped
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels, PendingReceive
 from meshwright_worker.parallel.pipeline.rank_program import Message, ScheduledSlot, forward_only, rank_program
 from meshwright_worker.parallel.pipeline.slot_times import SlotRecorder
