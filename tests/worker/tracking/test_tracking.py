@@ -252,7 +252,10 @@ def test_each_tracker_that_fails_is_named(
 @pytest.mark.parametrize(
     ("package", "says"),
     [
-        ("raise ConnectionError('404')", "mlflow (http://127.0.0.1:9): ConnectionError: 404"),
+        (
+            "raise ConnectionError('http://me:secret@127.0.0.1:9/api: 404')",
+            "mlflow (http://127.0.0.1:9): ConnectionError: http://***@127.0.0.1:9/api: 404",
+        ),
         ("import time; time.sleep(600)", "does not end within 0 s: does mlflow (http://127.0.0.1:9) answer?"),
     ],
     ids=["fails", "hangs"],

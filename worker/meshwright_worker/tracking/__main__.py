@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
+from meshwright_worker.evidence.masking import Masker
 from meshwright_worker.tracking.json_lines import last_event
 from meshwright_worker.tracking.records import LINES, Event, Start
 from meshwright_worker.tracking.sink import Sink
@@ -129,8 +130,11 @@ def main() -> None:
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
+    masker = Masker(os.environ)
+
     def report(name: str, reason: str) -> None:
-        reports.write(json.dumps({"tracker": name, "reason": reason[:500]}) + "\n")
+        """A library's error may repeat an address with its password, or a token: the rank logs it."""
+        reports.write(json.dumps({"tracker": name, "reason": masker.mask(reason)[:500]}) + "\n")
         reports.flush()
 
     try:
