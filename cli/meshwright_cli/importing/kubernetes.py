@@ -91,6 +91,7 @@ def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
 def _main_group(gang: _Gang) -> _Group:
     """The group whose template the workers have; groups without ranks are taken out of the gang."""
     groups = [group for group in gang.groups if group.pods > 0]
+    groups = [group for group in groups if not _is_launcher(gang, group, groups)]
     if not groups:
         raise ImportFileError("the job has no pods")
     with_gpus = [group for group in groups if _gpus(group)]
@@ -108,8 +109,30 @@ def _main_group(gang: _Gang) -> _Group:
     return main
 
 
+def _is_launcher(gang: _Gang, group: _Group, groups: Sequence[_Group]) -> bool:
+    """Whether a group only runs `mpirun`, which starts the ranks in the pods of others by SSH. It becomes the launcher
+    of the gang.
+    """
+    pods = _pods_of(group)
+    waiting = any(_runs_sshd(_pods_of(other).command) for other in groups if other is not group)
+    if gang.launcher is not None or pods.gpus or not waiting or not without_launcher(pods.command).is_mpi:
+        return False
+    gang.launcher = pods
+    group.template.ignore_all()
+    return True
+
+
+def _runs_sshd(command: Sequence[str]) -> bool:
+    return any("sshd" in word for word in command)
+
+
+def _pods_of(group: _Group) -> Pods:
+    """What a group's template says, without a mark that it was read."""
+    return read_pods(Fields(group.template.raw, group.template.path), _CONTAINERS)
+
+
 def _gpus(group: _Group) -> int:
-    return read_pods(Fields(group.template.raw, group.template.path), _CONTAINERS).gpus
+    return _pods_of(group).gpus
 
 
 def _spec(gang: _Gang, pods: Pods) -> dict[str, Any]:
@@ -126,7 +149,7 @@ def _spec(gang: _Gang, pods: Pods) -> dict[str, Any]:
     gang.notes.extend(_about_command(command, started))
     total = sum(group.pods for group in gang.groups)
     if command.is_mpi:
-        gang.notes.extend(_about_mpi(command, total * ranks))
+        gang.notes.extend(_about_mpi(command, started, total * ranks))
     elif gang.launcher is not None:
         gang.notes.append("to do: the command is that of the launcher: write what it starts as `runtime.command`")
     degrees, words = _degrees(command.words, total * ranks, gang.notes)
@@ -204,7 +227,7 @@ def _about_command(command: Command, started: Sequence[str]) -> Iterator[str]:
         yield f"no equivalent: {name} of `{command.removed}`"
     if command.left is not None:
         yield f"to do: the command runs `{command.left}`, which starts ranks itself: run the script, once for each rank"
-    if any("sshd" in word for word in started):
+    if _runs_sshd(started) and not command.is_mpi:
         yield "to do: the ranks wait for a launcher, such as `mpirun`: write what that starts as `runtime.command`"
     if not started:
         yield "to do: the image's own entry point is not run: write it as `runtime.command`"
@@ -214,12 +237,14 @@ def _about_command(command: Command, started: Sequence[str]) -> Iterator[str]:
             yield "to do: if the script runs `torchrun`, run what that starts instead: each rank would train alone"
 
 
-def _about_mpi(command: Command, ranks: int) -> Iterator[str]:
+def _about_mpi(command: Command, started: Sequence[str], ranks: int) -> Iterator[str]:
     yield (
         f"to do: `{command.removed}` is left out, and MPI with it: each rank runs what it starts, with the variables "
         "of torchrun. Read `RANK`, `LOCAL_RANK` and `WORLD_SIZE` for those of MPI. What calls MPI itself, such as "
         "Horovod or NCCL's tests, does not find the other ranks"
     )
+    if _runs_sshd(started):
+        yield "to do: take what starts `sshd` out of the script: the ranks need no SSH"
     processes = command.options.get("np", "")
     if processes.isdigit() and int(processes) != ranks:
         yield f"`{command.removed}` starts {processes} processes: the job has {ranks} ranks, one for each GPU"

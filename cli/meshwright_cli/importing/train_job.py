@@ -39,6 +39,10 @@ def template_of_train_job(
         )
     template, policy = _of_runtime(found)
     container = _container(template)
+    with_mpi = policy.get("mpi") or {}
+    if with_mpi:  # the nodes run only sshd: the job's command is that of the launcher
+        container.pop("command", None)
+        container.pop("args", None)
     for field in ("image", "command", "args"):
         if (value := trainer.get(field)) is not None:
             container[field] = value
@@ -50,7 +54,7 @@ def template_of_train_job(
     for patch in spec.children("runtimePatches"):
         _patch(template, patch)
     nodes = trainer.integer("numNodes") or int(policy.get("numNodes") or 1)
-    processes = trainer.get("numProcPerNode") or (policy.get("torch") or {}).get("numProcPerNode")
+    processes = trainer.get("numProcPerNode") or (policy.get("torch") or with_mpi).get("numProcPerNode")
     return nodes, None if processes is None else str(processes), template, notes
 
 
