@@ -21,6 +21,10 @@ _CONTAINERS = ("pytorch", "node", "trainer")
 """Names of the container of the ranks, as these kinds have it."""
 _VOLCANO_GROUP = "batch.volcano.sh/"
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+_BY_CODE = (
+    "to do: with `restartPolicy: ExitCode`, a process that exits with 1 to 127 fails the job: name the codes of yours "
+    "in `recovery.exitCodes`, with `action: FailJob`. Here, every failure restarts the job, up to `recovery.maxRestarts`"
+)
 _DROPPED = frozenset({"--pre-train-script", "--post-train-script", "--pre-train-args", "--post-train-args"})
 
 
@@ -268,14 +272,13 @@ def _variables(
 
 def _pytorch_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
     roles = spec.child("pytorchReplicaSpecs")
-    groups, never = [], False
+    groups, never, by_code = [], False, False
     for name in ("Master", "Worker"):
         if name in roles:
             role = roles.child(name)
             groups.append(_Group(name, _number(role, "replicas"), role.child("template")))
             never = never or role.get("restartPolicy") == "Never"
-            if role.get("restartPolicy") == "ExitCode":
-                role.reopen("restartPolicy")
+            by_code = by_code or role.get("restartPolicy") == "ExitCode"
     elastic, policy = spec.child("elasticPolicy"), spec.child("runPolicy")
     elastic.ignore("rdzvBackend", "rdzvHost", "rdzvPort", "rdzvId", "rdzvConf", "standalone")
     processes = spec.get("nprocPerNode") or elastic.get("nProcPerNode")
@@ -287,7 +290,8 @@ def _pytorch_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
     scheduling = policy.child("schedulingPolicy")
     found["priorityClassName"] = scheduling.get("priorityClass")
     scheduling.ignore("minAvailable")
-    return _Gang(groups, _text(processes), found, pods=(elastic.integer("minReplicas"), elastic.integer("maxReplicas")))
+    pods = (elastic.integer("minReplicas"), elastic.integer("maxReplicas"))
+    return _Gang(groups, _text(processes), found, pods=pods, notes=[_BY_CODE] if by_code else [])
 
 
 def _mpi_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
