@@ -17,12 +17,13 @@ from meshwright.api import labels
 from meshwright.crd.manifest_check import check_manifest, check_mistakes
 from meshwright.kube_yaml import dump_document, load_documents
 from meshwright_cli.importing import deepspeed, kubernetes, megatron, torchtitan
+from meshwright_cli.importing.job_kinds import KINDS
 from meshwright_cli.importing.settings import Imported, ImportFileError
 from meshwright_cli.parameters import input_text
 
 GPUS_OF_A_NODE = 8
 _DEGREES = ("tensor", "pipeline", "context")
-_KINDS = list(kubernetes.KINDS)
+_KINDS = list(KINDS)
 FORMATS = (
     "DeepSpeed's JSON, arguments of Megatron-LM, torchtitan's TOML, or the manifest of a "
     f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}"

@@ -4,55 +4,22 @@ of Kubernetes itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from meshwright.rules.command_degrees import MEGATRON_ORDER, MEGATRON_PIPELINE, option_words, stated_degrees
 from meshwright.rules.launchers import is_shell_script
 from meshwright_cli.importing.fields import Fields
+from meshwright_cli.importing.job_kinds import CONTAINERS, KINDS, Gang, Group, volcano_job
 from meshwright_cli.importing.launchers import Command, without_launcher
 from meshwright_cli.importing.pod_template import NEURON_CORE, NEURON_DEVICE, Pods, is_of_agent, read_pods
 from meshwright_cli.importing.settings import Imported, ImportFileError, without_none
-from meshwright_cli.importing.train_job import TRAINERS, template_of_train_job
+from meshwright_cli.importing.train_job import TRAINERS
 
-_CONTAINERS = ("pytorch", "node", "trainer")
-"""Names of the container of the ranks, as these kinds have it."""
 _VOLCANO_GROUP = "batch.volcano.sh/"
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
-_BY_CODE = (
-    "to do: with `restartPolicy: ExitCode`, a process that exits with 1 to 127 fails the job: name the codes of yours "
-    "in `recovery.exitCodes`, with `action: FailJob`. Here, every failure restarts the job, up to `recovery.maxRestarts`"
-)
 _DROPPED = frozenset({"--pre-train-script", "--post-train-script", "--pre-train-args", "--post-train-args"})
-
-
-@dataclass(slots=True)
-class _Group:
-    """Pods with the same template."""
-
-    name: str
-    pods: int
-    template: Fields
-
-
-@dataclass(slots=True)
-class _Gang:
-    """What a kind says about all pods of a job."""
-
-    groups: list[_Group]
-    processes: str | None = None
-    """Processes of a pod: a number, or `auto`, `gpu` or `cpu`."""
-    spec: dict[str, Any] = field(default_factory=dict)
-    """Fields of the job's spec."""
-    pods: tuple[int | None, int | None] = (None, None)
-    """Least and most pods of an elastic job."""
-    volumes: list[dict[str, Any]] = field(default_factory=list)
-    """Entries of `workers.volumes` that all pods have."""
-    notes: list[str] = field(default_factory=list)
-    launcher: Pods | None = None
-    """The pod that starts the ranks in the others."""
 
 
 def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
@@ -70,9 +37,9 @@ def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
     in_volcano = str(job.get("apiVersion")).startswith(_VOLCANO_GROUP)
     job.ignore("status")
     metadata = job.child("metadata")
-    gang = (_volcano_job if in_volcano else KINDS[kind])(job.child("spec"), others)
+    gang = (volcano_job if in_volcano else KINDS[kind])(job.child("spec"), others)
     main = _main_group(gang)
-    pods = read_pods(main.template, _CONTAINERS)
+    pods = read_pods(main.template, CONTAINERS)
     spec = _spec(gang, pods)
     named = {
         "name": metadata.get("name"),
@@ -92,7 +59,7 @@ def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
     )
 
 
-def _main_group(gang: _Gang) -> _Group:
+def _main_group(gang: Gang) -> Group:
     """The group whose template the workers have; groups without ranks are taken out of the gang."""
     groups = [group for group in gang.groups if group.pods > 0]
     groups = [group for group in groups if not _is_launcher(gang, group, groups)]
@@ -113,7 +80,7 @@ def _main_group(gang: _Gang) -> _Group:
     return main
 
 
-def _is_launcher(gang: _Gang, group: _Group, groups: Sequence[_Group]) -> bool:
+def _is_launcher(gang: Gang, group: Group, groups: Sequence[Group]) -> bool:
     """Whether a group only runs `mpirun`, which starts the ranks in the pods of others by SSH. It becomes the launcher
     of the gang.
     """
@@ -130,16 +97,16 @@ def _runs_sshd(command: Sequence[str]) -> bool:
     return any("sshd" in word for word in command)
 
 
-def _pods_of(group: _Group) -> Pods:
+def _pods_of(group: Group) -> Pods:
     """What a group's template says, without a mark that it was read."""
-    return read_pods(Fields(group.template.raw, group.template.path), _CONTAINERS)
+    return read_pods(Fields(group.template.raw, group.template.path), CONTAINERS)
 
 
-def _gpus(group: _Group) -> int:
+def _gpus(group: Group) -> int:
     return _pods_of(group).gpus
 
 
-def _spec(gang: _Gang, pods: Pods) -> dict[str, Any]:
+def _spec(gang: Gang, pods: Pods) -> dict[str, Any]:
     """The job's spec, from what the kind and the template say. Adds what differs to the notes of `gang`."""
     started = pods.command if gang.launcher is None else gang.launcher.command
     command = without_launcher(started)
@@ -268,175 +235,3 @@ def _variables(
         elif name in of_launcher:
             merged[name] = of_launcher[name]
     return list(merged.values())
-
-
-def _pytorch_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
-    roles = spec.child("pytorchReplicaSpecs")
-    groups, never, by_code = [], False, False
-    for name in ("Master", "Worker"):
-        if name in roles:
-            role = roles.child(name)
-            groups.append(_Group(name, _number(role, "replicas"), role.child("template")))
-            never = never or role.get("restartPolicy") == "Never"
-            by_code = by_code or role.get("restartPolicy") == "ExitCode"
-    elastic, policy = spec.child("elasticPolicy"), spec.child("runPolicy")
-    elastic.ignore("rdzvBackend", "rdzvHost", "rdzvPort", "rdzvId", "rdzvConf", "standalone")
-    processes = spec.get("nprocPerNode") or elastic.get("nProcPerNode")
-    restarts = policy.integer("backoffLimit")
-    most_restarts = elastic.integer("maxRestarts")
-    found = _of_policy(policy)
-    found["recovery"] = {"maxRestarts": 0 if never else most_restarts if restarts is None else restarts}
-    found["successPolicy"] = "FirstWorker" if "Master" in roles else None
-    scheduling = policy.child("schedulingPolicy")
-    found["priorityClassName"] = scheduling.get("priorityClass")
-    scheduling.ignore("minAvailable")
-    pods = (elastic.integer("minReplicas"), elastic.integer("maxReplicas"))
-    return _Gang(groups, _text(processes), found, pods=pods, notes=[_BY_CODE] if by_code else [])
-
-
-def _mpi_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
-    """The workers run what the launcher starts in them."""
-    roles = spec.child("mpiReplicaSpecs")
-    if "Launcher" not in roles or "Worker" not in roles:
-        raise ImportFileError("`spec.mpiReplicaSpecs` must have `Launcher` and `Worker`")
-    launcher, worker = roles.child("Launcher"), roles.child("Worker")
-    gang = _Gang([_Group("Worker", _number(worker, "replicas"), worker.child("template"))])
-    gang.launcher = read_pods(Fields(launcher.get("template"), "spec.mpiReplicaSpecs.Launcher.template"), _CONTAINERS)
-    for role in (launcher, worker):
-        role.ignore("replicas", "restartPolicy")
-    gang.processes = _text(spec.get("slotsPerWorker"))
-    if spec.get("runLauncherAsWorker"):
-        gang.groups[0].pods += 1
-        gang.notes.append("the launcher, which runs ranks too, becomes a worker")
-    policy = spec.child("runPolicy")
-    gang.spec = _of_policy(policy)
-    gang.spec["recovery"] = {"maxRestarts": policy.integer("backoffLimit")}
-    scheduling = policy.child("schedulingPolicy")
-    gang.spec["priorityClassName"] = scheduling.get("priorityClass")
-    scheduling.ignore("minAvailable")
-    spec.ignore("launcherCreationPolicy", "mpiImplementation", "sshAuthMountPath", "mainContainer")
-    return gang
-
-
-def _hyperpod_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
-    groups, spares = [], 0
-    for role in spec.children("replicaSpecs"):
-        groups.append(_Group(str(role.get("name")), _number(role, "replicas"), role.child("template")))
-        spares += role.integer("spares") or 0
-    policy, elastic = spec.child("runPolicy"), spec.child("elasticPolicy")
-    found = _of_policy(policy)
-    found["recovery"] = {"maxRestarts": policy.integer("jobMaxRetryCount"), "spareNodes": spares or None}
-    restart = policy.child("restartPolicy")
-    found["recovery"]["restartWindowSeconds"] = restart.integer("evalPeriodSeconds")
-    replacement = elastic.integer("faultyScaleDownTimeoutInSeconds")
-    gang = _Gang(
-        groups,
-        _text(spec.get("nprocPerNode")),
-        found,
-        pods=(elastic.integer("minReplicas"), elastic.integer("maxReplicas")),
-    )
-    if replacement is not None:
-        gang.notes.append(f"set `elastic.replacementSeconds: {replacement}` for `faultyScaleDownTimeoutInSeconds`")
-    if "logMonitoringConfiguration" in policy:
-        gang.notes.append(
-            "hangs are found by steps, not by rules for the log: `runtime.progress.patterns` says how the log has them"
-        )
-    return gang
-
-
-def _train_job(spec: Fields, others: Sequence[Mapping[str, Any]]) -> _Gang:
-    found = _of_policy(spec)
-    nodes, processes, template, notes = template_of_train_job(spec, others)
-    return _Gang([_Group("node", nodes, Fields(template, "spec.trainer"))], processes, found, notes=notes)
-
-
-def _job_set(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
-    groups = []
-    for replicated in spec.children("replicatedJobs"):
-        job = replicated.child("template").child("spec")
-        replicated.child("template").ignore("metadata")
-        parallelism = _number(job, "parallelism")
-        job.ignore("completions", "completionMode", "backoffLimit", "podReplacementPolicy")
-        name = str(replicated.get("name"))
-        groups.append(_Group(name, _number(replicated, "replicas") * parallelism, job.child("template")))
-    policy = spec.child("failurePolicy")
-    found = _of_policy(spec)
-    found["recovery"] = {"maxRestarts": policy.integer("maxRestarts")}
-    policy.ignore("restartStrategy")
-    spec.ignore("network", "coordinator")
-    success = spec.child("successPolicy")
-    if success.get("operator") != "Any" and "targetReplicatedJobs" not in success:
-        success.ignore_all()
-    return _Gang(groups, None, found)
-
-
-def _batch_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
-    found = _of_policy(spec)
-    rules = []
-    for rule in spec.child("podFailurePolicy").children("rules"):
-        codes = rule.child("onExitCodes")
-        if codes and codes.get("operator") == "In" and rule.get("action") in ("FailJob", "Ignore", "Count"):
-            rules.append({"values": codes.get("values"), "action": rule.get("action")})
-            codes.ignore("containerName")
-        elif codes:
-            codes.reopen("operator")
-    found["recovery"] = {"maxRestarts": spec.integer("backoffLimit"), "exitCodes": rules or None}
-    spec.ignore("completions", "completionMode", "podReplacementPolicy", "selector", "manualSelector")
-    return _Gang([_Group("job", _number(spec, "parallelism"), spec.child("template"))], None, found)
-
-
-def _volcano_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
-    groups = []
-    for task in spec.children("tasks"):
-        groups.append(_Group(str(task.get("name")), _number(task, "replicas"), task.child("template")))
-        task.ignore("minAvailable")
-    found = _of_policy(spec)
-    found["recovery"] = {"maxRestarts": spec.integer("maxRetry")}
-    found["priorityClassName"] = spec.get("priorityClassName")
-    if spec.get("minAvailable") not in (None, sum(group.pods for group in groups)):
-        spec.reopen("minAvailable")
-    queue, scheduler = spec.get("queue"), spec.get("schedulerName") or "volcano"
-    gang = _Gang(groups, None, found)
-    if queue not in (None, "default"):
-        found["workers"] = {"schedulerName": scheduler, "podGroup": {"kind": "Volcano", "queue": queue}}
-        gang.notes.append(f"`{scheduler}` places the pods, for the queue `{queue}`: without it, Meshwright places them")
-    for volume in spec.children("volumes"):
-        if volume.get("volumeClaimName"):
-            claim = {"claimName": volume.get("volumeClaimName"), "mountPath": volume.get("mountPath")}
-            gang.volumes.append({"name": f"claim-{len(gang.volumes)}", **claim})
-    spec.ignore("plugins")
-    return gang
-
-
-def _of_policy(policy: Fields) -> dict[str, Any]:
-    """The fields that all kinds have, at different places."""
-    manager = policy.get("managedBy")
-    if manager is not None and not str(manager).startswith("kueue"):
-        manager = None
-    return {
-        "suspend": bool(policy.get("suspend")) or None,
-        "activeDeadlineSeconds": policy.integer("activeDeadlineSeconds"),
-        "ttlSecondsAfterFinished": policy.integer("ttlSecondsAfterFinished"),
-        "managedBy": manager,
-    }
-
-
-def _number(fields: Fields, name: str) -> int:
-    """A number of pods, by default 1."""
-    value = fields.integer(name)
-    return 1 if value is None else value
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
-KINDS: dict[str, Callable[[Fields, Sequence[Mapping[str, Any]]], _Gang]] = {
-    "PyTorchJob": _pytorch_job,
-    "MPIJob": _mpi_job,
-    "HyperPodPyTorchJob": _hyperpod_job,
-    "TrainJob": _train_job,
-    "JobSet": _job_set,
-    "Job": _batch_job,
-}
-"""Readers by kind."""
