@@ -318,7 +318,7 @@ def _time_by_cause() -> list[Any]:
             "Time by cause, whole run",
             "Seconds of the job's life by cause.",
             "s",
-            Query(f"sort_desc(sum by (cause) (ptj_job_seconds_total{{{JOB}}}))", "{{cause}}", instant=True),
+            Query(f"sort_desc(sum by (cause) (ptj_job_seconds_total{{{JOB}}}) > 0)", "{{cause}}", instant=True),
             colors=CAUSE_COLORS,
         ),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -92,14 +92,19 @@ def _seconds_by_phase(record: JobRecord) -> Iterable[Sample]:
     return [((phase,), seconds) for phase, seconds in record.seconds_by_phase(time.monotonic()).items()]
 
 
+def _of_every_cause(seconds: Mapping[str, float]) -> Iterable[Sample]:
+    """Every cause has a sample from the beginning: Prometheus does not count the first value of a series as an increase,
+    so a restart that is shorter than the interval of scrapes would not be seen.
+    """
+    return [((cause.value,), seconds.get(cause, 0.0)) for cause in TimeCause]
+
+
 def _seconds_by_cause(record: JobRecord) -> Iterable[Sample]:
-    seconds = record.exported_seconds(time.monotonic())
-    return [((cause.value,), seconds[cause]) for cause in TimeCause if cause in seconds]
+    return _of_every_cause(record.exported_seconds(time.monotonic()))
 
 
 def _gpu_seconds(record: JobRecord) -> Iterable[Sample]:
-    seconds = record.exported_gpu_seconds(time.monotonic())
-    return [((cause.value,), seconds[cause]) for cause in TimeCause if cause in seconds]
+    return _of_every_cause(record.exported_gpu_seconds(time.monotonic()))
 
 
 def _checkpoint(record: JobRecord) -> tuple[int, float] | None:
@@ -409,6 +414,5 @@ class JobMetrics(Catalog, Collector):
         for key, record in records:
             totals.setdefault(key.namespace, Counter()).update(record.gpu_seconds_seen(time.monotonic()))
         for namespace, spent in totals.items():
-            for cause in TimeCause:
-                if cause in spent:
-                    yield (namespace, cause.value), spent[cause]
+            for labels, seconds in _of_every_cause(spent):
+                yield (namespace, *labels), seconds
