@@ -40,8 +40,9 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
         note = f"No metrics of ranks: {reason}. This is the status, which is {often}."
         return [*status_lines(top.view, now, columns), "", note]
     listed = list(top.times)
-    slow = stragglers(listed)
-    more = slowness(listed)
+    stages = _stages(job, listed)
+    slow = stragglers(listed, stages)
+    more = slowness(listed, stages)
     lines = [
         f"{job.namespace}/{job.name}  {job.state}  {_progress(job, listed)}",
         f"{plural(len(listed), 'rank')}, {_who_is_slow(listed, slow)}",
@@ -61,6 +62,14 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
         name, reason = next(iter(top.unreachable.items()))
         lines.append(f"No metrics of {plural(len(top.unreachable), 'pod')}: {name}: {reason}"[:columns])
     return lines
+
+
+def _stages(job: Job, times: Sequence[RankTimes]) -> dict[int, int]:
+    """The pipeline stages of the ranks, as far as the plan has them."""
+    layout = layout_of(job.status.plan)
+    if layout is None:
+        return {}
+    return {one.rank: layout.coordinates(one.rank).pipeline for one in times if one.rank < layout.world_size}
 
 
 def _who_is_slow(times: Sequence[RankTimes], slow: set[int]) -> str:

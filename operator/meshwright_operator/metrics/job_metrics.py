@@ -93,8 +93,8 @@ def _seconds_by_phase(record: JobRecord) -> Iterable[Sample]:
 
 
 def _of_every_cause(seconds: Mapping[str, float]) -> Iterable[Sample]:
-    """Every cause has a sample from the beginning: Prometheus does not count the first value of a series as an increase,
-    so a restart that is shorter than the interval of scrapes would not be seen.
+    """A sample of every cause, from the beginning: Prometheus counts no increase for the first value of a series.
+    So a restart that is shorter than the interval of scrapes would not be seen.
     """
     return [((cause.value,), seconds.get(cause, 0.0)) for cause in TimeCause]
 
