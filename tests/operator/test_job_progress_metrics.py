@@ -8,6 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from meshwright.api.goodput import GoodputStatus, TimeCause
 from meshwright.api.status import ElasticStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import Progress
+from meshwright_operator.decide.missing_claims import CLAIM_NOT_FOUND
+from meshwright_operator.decide.rejected_job import rejected
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.job_record import JobRecord
@@ -65,6 +67,22 @@ def test_a_job_that_waits_says_since_when() -> None:
     assert page_of(jobs)["ptj_job_queued_timestamp_seconds{}"] == NOW.timestamp() - 300
     put(jobs, running_status(goodput=GoodputStatus(cause=TimeCause.TRAINING, since=ago(10))))
     assert "ptj_job_queued_timestamp_seconds{}" not in page_of(jobs)
+
+
+@pytest.mark.parametrize("reason", ["InvalidSpec", "PolicyExceeded", "ProfileNotAllowed"])
+def test_a_job_that_is_rejected_neither_starts_nor_waits_for_nodes(reason: str) -> None:
+    jobs = JobMetrics()
+    waiting = ParallelTrainingJobStatus(goodput=GoodputStatus(cause=TimeCause.QUEUED, since=ago(300)))
+    put(jobs, rejected(waiting, 1, NOW, reason, "spec.x: must be y"))
+    page = page_of(jobs)
+    assert "ptj_job_queued_timestamp_seconds{}" not in page
+    assert [name for name in page if name.startswith("ptj_jobs")] == ['ptj_jobs{,state="finished"}']
+
+
+def test_a_job_whose_claim_is_missing_waits() -> None:
+    jobs = JobMetrics()
+    put(jobs, rejected(ParallelTrainingJobStatus(), 1, NOW, CLAIM_NOT_FOUND, "no claim"))
+    assert page_of(jobs)['ptj_jobs{,state="queued"}'] == 1
 
 
 def test_rescales_count_by_direction_and_a_start_does_not() -> None:

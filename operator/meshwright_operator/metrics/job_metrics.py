@@ -17,7 +17,7 @@ from meshwright.metrics.exporter import scraped
 from meshwright_operator.decide.goodput import goodput_ratio
 from meshwright_operator.decide.step_limit import COLLECTIVE_DIMENSIONS
 from meshwright_operator.kube.cache import JobKey
-from meshwright_operator.metrics.job_record import PHASES, JobRecord
+from meshwright_operator.metrics.job_record import PHASES, JobRecord, is_rejected
 from meshwright_operator.timestamps import parse_time
 
 NAMESPACE = Label("namespace", meaning="the job's namespace")
@@ -116,7 +116,8 @@ def _checkpoint(record: JobRecord) -> tuple[int, float] | None:
 
 def _queued_since(record: JobRecord) -> Iterable[Sample]:
     goodput = record.status.goodput
-    moment = parse_time(goodput.since) if goodput is not None and goodput.cause == TimeCause.QUEUED else None
+    waits = goodput is not None and goodput.cause == TimeCause.QUEUED and not is_rejected(record.status)
+    moment = parse_time(goodput.since) if goodput is not None and waits else None
     return one(moment.timestamp() if moment is not None else None)
 
 
