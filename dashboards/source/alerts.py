@@ -234,7 +234,9 @@ JOBS = (
         f"less than {GOODPUT:.0%} of the time that a job had GPUs in {GOODPUT_HOURS} hours went into steps that count. "
         f"A job of less than {GOODPUT_MINIMUM_SECONDS // 3600} hours does not count, nor one whose name another job "
         "had in these hours",
+        # An increase of hours outlives the job.
         f"{GOODPUT_RATIO.name} < {GOODPUT} and {SAME_JOB} {SECONDS.name} > {GOODPUT_MINIMUM_SECONDS}"
+        f" and {SAME_JOB} {_of_job('ptj_job_info')} unless {SAME_JOB} ({_condition('Complete|Failed')})"
         f" unless {SAME_JOB} {JOBS_OF_NAME.name} > 1",
         "30m",
     ),

@@ -53,7 +53,8 @@ def placed_from(minute: int) -> dict[str, str]:
 
 
 PLACED = condition("Placed")
-INFO = {of_job("ptj_job_info", uid="u", tp="1", pp="1", dp="8"): f"1x{LONG}"}
+PRESENT = of_job("ptj_job_info", uid="u", tp="1", pp="1", dp="8")
+INFO = {PRESENT: f"1x{LONG}"}
 TWO_JOBS = {
     of_job("ptj_job_info", uid="first", tp="1", pp="1", dp="8"): f"1x150 _x{LONG - 150}",
     of_job("ptj_job_info", uid="second", tp="1", pp="1", dp="8"): f"_x152 1x{LONG - 152}",
@@ -321,18 +322,38 @@ def speed_cases() -> list[Case]:
         Case(
             "PTJGoodputLow",
             "half of the time",
-            {seconds["Training"]: "0+30x250", seconds["Restarting"]: "0+30x250"},
+            {**INFO, seconds["Training"]: "0+30x250", seconds["Restarting"]: "0+30x250"},
             200,
             Firing("ml/llama has spent 50% of the last 6 hours on steps that count."),
         ),
         Case(
-            "PTJGoodputLow", "little is lost", {seconds["Training"]: "0+57x250", seconds["Restarting"]: "0+3x250"}, 200
+            "PTJGoodputLow",
+            "little is lost",
+            {**INFO, seconds["Training"]: "0+57x250", seconds["Restarting"]: "0+3x250"},
+            200,
         ),
         Case(
             "PTJGoodputLow",
             "it waits for nodes",
-            {seconds["Training"]: "0+57x250", seconds["Queued"]: "0+600x250"},
+            {**INFO, seconds["Training"]: "0+57x250", seconds["Queued"]: "0+600x250"},
             200,
+        ),
+        Case(
+            "PTJGoodputLow",
+            "it is deleted",
+            {PRESENT: "1x180", seconds["Training"]: "0+30x180", seconds["Restarting"]: "0+30x180"},
+            250,
+        ),
+        Case(
+            "PTJGoodputLow",
+            "it has completed",
+            {
+                **INFO,
+                **condition("Complete"),
+                seconds["Training"]: "0+30x180 5400x200",
+                seconds["Restarting"]: "0+30x180 5400x200",
+            },
+            250,
         ),
         Case(
             "PTJGoodputLow",
@@ -340,7 +361,9 @@ def speed_cases() -> list[Case]:
             {**TWO_JOBS, seconds["Training"]: "0+30x250", seconds["Restarting"]: "0+30x250"},
             200,
         ),
-        Case("PTJGoodputLow", "a new job", {seconds["Training"]: "0+30x90", seconds["Restarting"]: "0+30x90"}, 85),
+        Case(
+            "PTJGoodputLow", "a new job", {**INFO, seconds["Training"]: "0+30x90", seconds["Restarting"]: "0+30x90"}, 85
+        ),
         Case(
             "PTJThroughputDrop",
             "half as fast",
