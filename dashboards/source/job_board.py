@@ -433,8 +433,8 @@ def _learning() -> Row:
             ),
             time_series(
                 "Skipped and repeated steps",
-                "Steps that updated nothing, because gradients overflowed fp16, and steps that were repeated after a "
-                "restart.",
+                "Steps that updated nothing, because gradients overflowed fp16 or by `training.anomalies`, and steps "
+                "that were repeated after a restart.",
                 "short",
                 Query(f"max(ptj_skipped_steps_total{{{JOB}}})", "skipped, since rank 0's pod started"),
                 Query(f"max(ptj_job_lost_steps_total{{{JOB}}})", "repeated, since the operator started"),
