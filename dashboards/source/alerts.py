@@ -14,6 +14,8 @@ RESTARTS_IN_AN_HOUR = 3
 GOODPUT, GOODPUT_HOURS, GOODPUT_MINIMUM_SECONDS = 0.8, 6, 7200
 THROUGHPUT = 0.8
 STRAGGLER = 1.3
+STAGE_QUANTILE = 0.25
+"""With the median, a rank of a stage with two ranks would have to be nearly twice as slow."""
 PLACEMENT_COST = 1.5
 QUEUE_SECONDS = 3600
 
@@ -69,6 +71,11 @@ SECONDS = Recording(
     f"namespace_job_name:ptj_job_seconds:increase{GOODPUT_HOURS}h",
     f'sum {BY_JOB} (increase(ptj_job_seconds_total{{cause!~"{HOLDS_NO_GPU}"}}[{GOODPUT_HOURS}h]))',
 )
+JOBS_OF_NAME = Recording(
+    f"namespace_job_name:ptj_job_info:jobs{GOODPUT_HOURS}h",
+    f"count {BY_JOB} (count by (cluster, namespace, job_name, uid) (last_over_time(ptj_job_info[{GOODPUT_HOURS}h])))",
+)
+"""How many jobs have had this name lately: their series are the same, and the past of one says nothing of the next."""
 GOODPUT_RATIO = Recording(
     f"namespace_job_name:ptj_job_goodput:ratio{GOODPUT_HOURS}h",
     f'sum {BY_JOB} (increase(ptj_job_seconds_total{{cause="Training"}}[{GOODPUT_HOURS}h])) / {SECONDS.name}',
@@ -84,6 +91,14 @@ def _without_step(minutes: int) -> str:
     """Jobs that have had nodes for some minutes, had completed a step before, and have completed none since."""
     before = f"{_of_job(f'ptj_job_step offset {minutes}m')} and {SAME_JOB} {PLACED.name} offset {minutes}m"
     return f"({_of_job(f'changes(ptj_job_step[{minutes}m])')} == 0 and {SAME_JOB} ({before}))"
+
+
+def _slower_than_its_stage() -> str:
+    """Ranks that compute longer than others of their stage: stages of a pipeline have other layers, and differ."""
+    stage = "cluster, namespace, job_name, stage"
+    usual = f"quantile by ({stage}) ({STAGE_QUANTILE}, ptj_rank_straggler_ratio)"
+    ratio = f"ptj_rank_straggler_ratio / on ({stage}) group_left () {usual}"
+    return f"max by (cluster, namespace, job_name, rank) ({ratio}) > {STRAGGLER}"
 
 
 OPERATOR = (
@@ -217,8 +232,12 @@ JOBS = (
         "{{ $labels.namespace }}/{{ $labels.job_name }} has spent {{ $value | humanizePercentage }} of the last "
         f"{GOODPUT_HOURS} hours on steps that count.",
         f"less than {GOODPUT:.0%} of the time that a job had GPUs in {GOODPUT_HOURS} hours went into steps that count. "
-        f"A job of less than {GOODPUT_MINIMUM_SECONDS // 3600} hours does not count",
-        f"{GOODPUT_RATIO.name} < {GOODPUT} and {SAME_JOB} {SECONDS.name} > {GOODPUT_MINIMUM_SECONDS}",
+        f"A job of less than {GOODPUT_MINIMUM_SECONDS // 3600} hours does not count, nor one whose name another job "
+        "had in these hours",
+        # An increase of hours outlives the job.
+        f"{GOODPUT_RATIO.name} < {GOODPUT} and {SAME_JOB} {SECONDS.name} > {GOODPUT_MINIMUM_SECONDS}"
+        f" and {SAME_JOB} {_of_job('ptj_job_info')} unless {SAME_JOB} ({_condition('Complete|Failed')})"
+        f" unless {SAME_JOB} {JOBS_OF_NAME.name} > 1",
         "30m",
     ),
     Alert(
@@ -228,10 +247,12 @@ JOBS = (
         "{{ $labels.namespace }}/{{ $labels.job_name }} trains on {{ $value | humanize }} tokens per second and GPU: "
         f"less than {THROUGHPUT:.0%} of the median of the last 6 hours.",
         f"tokens per second and GPU are below {THROUGHPUT:.0%} of their median of 6 hours. A job of less than one hour "
-        "does not count, nor one of which ranks have restarted in the last 10 minutes",
+        "does not count, nor one of which ranks have restarted in the last 10 minutes, nor one whose name another job "
+        "had in these hours",
         f"{THROUGHPUT_PER_RANK.name} < {THROUGHPUT} * quantile_over_time(0.5, {THROUGHPUT_PER_RANK.name}[6h])"
         f" and {SAME_JOB} {THROUGHPUT_PER_RANK.name} offset 1h and {SAME_JOB} {PLACED.name}"
-        f" and {SAME_JOB} ({_of_job(f'min_over_time({TRAINING_RANKS}[10m])')} >= {SAME_JOB} {_of_job(TOTAL_RANKS)})",
+        f" and {SAME_JOB} ({_of_job(f'min_over_time({TRAINING_RANKS}[10m])')} >= {SAME_JOB} {_of_job(TOTAL_RANKS)})"
+        f" unless {SAME_JOB} {JOBS_OF_NAME.name} > 1",
         "10m",
     ),
     Alert(
@@ -241,9 +262,11 @@ JOBS = (
         "Rank {{ $labels.rank }} of {{ $labels.namespace }}/{{ $labels.job_name }} (pod {{ $labels.pod }}, "
         "{{ $labels.instance }}) computes {{ $value | humanize }} times as long as the median of the ranks. All others "
         "wait for it.",
-        f"the compute time of a rank is more than {STRAGGLER} times the median of the job's ranks",
+        f"the compute time of a rank is more than {STRAGGLER} times the median of the job's ranks, and that of the "
+        "faster ranks of its pipeline stage (their lower quartile)",
         "max by (cluster, namespace, job_name, rank, pod, instance) (ptj_rank_straggler_ratio)"
-        f" > {STRAGGLER} and {SAME_JOB} {PLACED.name}",
+        f" > {STRAGGLER} and on (cluster, namespace, job_name, rank) ({_slower_than_its_stage()})"
+        f" and {SAME_JOB} {PLACED.name}",
         "10m",
     ),
     Alert(
@@ -282,14 +305,17 @@ JOBS = (
         "warning",
         "A resize of an elastic job does not end.",
         "{{ $labels.namespace }}/{{ $labels.job_name }} has been resizing for 15 minutes.",
-        "an elastic job's condition `Rescaling` is True",
-        _condition("Rescaling"),
+        "an elastic job's condition `Rescaling` is True, and the job has nodes",
+        f"{_condition('Rescaling')} and {SAME_JOB} {PLACED.name}",
         "15m",
     ),
 )
 
 GROUPS = (
-    Group("meshwright.records", (PLACED, UNPLACED, FAILURES, STEP_P99, THROUGHPUT_PER_RANK, SECONDS, GOODPUT_RATIO)),
+    Group(
+        "meshwright.records",
+        (PLACED, UNPLACED, FAILURES, STEP_P99, THROUGHPUT_PER_RANK, SECONDS, JOBS_OF_NAME, GOODPUT_RATIO),
+    ),
     Group("meshwright.operator", OPERATOR),
     Group("meshwright.jobs", JOBS),
 )

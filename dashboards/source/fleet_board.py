@@ -216,7 +216,7 @@ def _goodput() -> Row:
                 "jobs that are gone.",
                 "h",
                 Query(
-                    f"sort_desc(sum by (cause) (increase({lost}[$__range])) / 3600)",
+                    f"sort_desc(sum by (cause) (increase({lost}[$__range])) / 3600 > 0)",
                     "{{cause}}",
                     instant=True,
                 ),

@@ -259,14 +259,15 @@ def _speed() -> Row:
 
 def _slow_ranks() -> Row:
     ratio = f"max by (rank) (ptj_rank_straggler_ratio{{{JOB}}})"
-    slowest = f"sort_desc(topk(10, max by (rank, pod, instance) (ptj_rank_straggler_ratio{{{JOB}}})))"
+    slowest = f"sort_desc(topk(10, max by (rank, stage, pod, instance) (ptj_rank_straggler_ratio{{{JOB}}})))"
     return Row(
         "Who is slow?",
         [
             heat_map(
                 "Compute time of each rank over the median",
                 "Recent compute time of each rank over the median of all ranks, one row for each rank. Red: all others "
-                "wait for this rank. A rank that is red for long is on a slow GPU or node.",
+                "wait for this rank. A rank that is red for long is on a slow GPU or node. In a pipeline, all ranks of "
+                "a stage with more to compute are red.",
                 "short",
                 Query(padded_rank(ratio), "{{rank}}"),
                 minimum=0.5,
@@ -274,9 +275,10 @@ def _slow_ranks() -> Row:
             ),
             bars(
                 "Slowest ranks",
-                "The ten ranks with the longest compute time over the median, with the pod and its address.",
+                "The ten ranks with the longest compute time over the median, with the pod and its address. Compare "
+                "ranks of the same stage.",
                 "short",
-                Query(slowest, "rank {{rank}}, {{pod}}, {{instance}}", instant=True),
+                Query(slowest, "rank {{rank}}, stage {{stage}}, {{pod}}, {{instance}}", instant=True),
                 steps=[Step(1.15, ORANGE), Step(1.3, RED)],
                 base=GREEN,
             ),
@@ -318,7 +320,7 @@ def _time_by_cause() -> list[Any]:
             "Time by cause, whole run",
             "Seconds of the job's life by cause.",
             "s",
-            Query(f"sort_desc(sum by (cause) (ptj_job_seconds_total{{{JOB}}}))", "{{cause}}", instant=True),
+            Query(f"sort_desc(sum by (cause) (ptj_job_seconds_total{{{JOB}}}) > 0)", "{{cause}}", instant=True),
             colors=CAUSE_COLORS,
         ),
     ]
@@ -431,8 +433,8 @@ def _learning() -> Row:
             ),
             time_series(
                 "Skipped and repeated steps",
-                "Steps that updated nothing, because gradients overflowed fp16, and steps that were repeated after a "
-                "restart.",
+                "Steps that updated nothing, because gradients overflowed fp16 or by `training.anomalies`, and steps "
+                "that were repeated after a restart.",
                 "short",
                 Query(f"max(ptj_skipped_steps_total{{{JOB}}})", "skipped, since rank 0's pod started"),
                 Query(f"max(ptj_job_lost_steps_total{{{JOB}}})", "repeated, since the operator started"),

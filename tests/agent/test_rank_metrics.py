@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.mesh_generation import MeshGeneration
 from meshwright_worker.agent.metrics import WorkerMetrics
+from meshwright_worker.agent.rank_environment import stages_of
 from meshwright_worker.command.progress import CommandProgress
 from meshwright_worker.command.report_line import ReportedStep
 from meshwright_worker.rank.messages import StepDone, decode, encode
@@ -89,6 +91,17 @@ def test_a_rank_that_moves_takes_its_series_along() -> None:
     assert "ptj_rank_straggler_ratio{" not in text
     assert "ptj_pipeline_bubble_measured_ratio{" not in text
     assert ("ptj_step_phase_seconds_total", "compute") in values(metrics, "1")
+
+
+def test_a_ratio_names_the_stage_of_its_rank() -> None:
+    run = NativeRun.model_construct(tensor=1, pipeline=2, data_parallel=2, context=1, expert=1)
+    metrics = WorkerMetrics("team-a", "job")
+    metrics.generation(1, [2, 3], restart=False, stages=stages_of(run, [2, 3]))
+    metrics.compute_times({2: 1.0, 3: 3.0}, 2.0)
+    text = metrics.exposition().decode()
+    assert 'ptj_rank_straggler_ratio{job_name="job",namespace="team-a",rank="2",stage="0"} 0.5' in text
+    assert 'ptj_rank_straggler_ratio{job_name="job",namespace="team-a",rank="3",stage="1"} 1.5' in text
+    assert stages_of(run, [4]) == {}, "a rank that the run does not have"
 
 
 @pytest.mark.parametrize("median", [None, 0.0, -1.0])

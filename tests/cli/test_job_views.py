@@ -283,6 +283,36 @@ def test_stragglers_are_slow_behind_or_down():
     assert stragglers(rank_times(one_down, {})) == {1}
 
 
+@pytest.mark.parametrize(
+    ("cause", "step", "seconds", "shown"),
+    [
+        ("Training", 30, 240, True),
+        ("RedoneSteps", 30, 240, True),
+        ("Training", 30, 50, False),
+        ("Training", None, 240, False),
+        ("Restarting", 30, 240, False),
+    ],
+    ids=["hangs", "hangs while it repeats", "trains", "a command without steps", "restarts"],
+)
+def test_status_says_that_steps_have_stopped(cause: str, step: int | None, seconds: int, shown: bool):
+    since = (NOW - timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
+    goodput = {"booked": [], "cause": cause, "since": since, "step": step}
+    lines = status_lines(JobView(made(running(goodput=goodput)), pods("Running")), NOW, 100)
+    training = next(line for line in lines if line.startswith("Training"))
+    assert training.endswith("loss 3.2, the last step was reported 4m ago" if shown else "loss 3.2")
+
+
+def test_a_rank_is_compared_with_those_of_its_pipeline_stage():
+    even = rank_times(samples([20] * 4, [0.5, 1.0, 0.5, 1.0]), {})
+    stages = {0: 0, 1: 1, 2: 0, 3: 1}
+    assert stragglers(even, stages) == set(), "a stage with more layers is not slow"
+    assert stragglers(rank_times(samples([20] * 4, [0.5, 1.0, 0.5, 1.6]), {}), stages) == {3}
+    assert stragglers(even[:3], stages) == {1}, "a stage with one rank has no peers"
+    plan = {"tensor": 1, "pipeline": 2, "data": 2, "microBatches": 2, "worldSize": 4, "workers": 1, "summary": "PP 2"}
+    view = JobView(made(running(plan=plan)), pods("Running"))
+    assert top_lines(TopView(view, even), NOW, 80, 24)[1] == "4 ranks, 0 stragglers"
+
+
 def test_ranks_that_all_start_are_no_stragglers():
     times = rank_times(samples([0] * 4, [0.0] * 4, up=0), {})
     assert stragglers(times) == set()

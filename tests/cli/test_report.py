@@ -195,6 +195,19 @@ def test_the_ledger_adds_up_to_the_age_of_the_job():
     assert sum(part.value for part in ledger.rows) == pytest.approx(booked + 10)  # ten seconds since the last booking
 
 
+def test_the_goodput_of_the_page_leaves_out_suspension_as_that_of_status_does():
+    job = running_job(manifest(), cluster := nodes())
+
+    def tile() -> tuple[str, str]:
+        page = page_of(inputs_of_job(job, cluster, [], NOW))
+        return next((one.value, one.note) for one in page.tiles if one.label == "Goodput")
+
+    value, note = tile()
+    assert note == "training, of all time"
+    job["status"]["goodput"]["booked"].append({"cause": "Suspended", "milliseconds": 9_000_000})
+    assert tile() == (value, "training, of time not suspended")
+
+
 def test_names_and_reasons_are_escaped():
     job = manifest()
     job["metadata"]["name"] = "quoted"

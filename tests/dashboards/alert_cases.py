@@ -53,7 +53,13 @@ def placed_from(minute: int) -> dict[str, str]:
 
 
 PLACED = condition("Placed")
-INFO = {of_job("ptj_job_info", uid="u", tp="1", pp="1", dp="8"): f"1x{LONG}"}
+PRESENT = of_job("ptj_job_info", uid="u", tp="1", pp="1", dp="8")
+INFO = {PRESENT: f"1x{LONG}"}
+TWO_JOBS = {
+    of_job("ptj_job_info", uid="first", tp="1", pp="1", dp="8"): f"1x150 _x{LONG - 150}",
+    of_job("ptj_job_info", uid="second", tp="1", pp="1", dp="8"): f"_x152 1x{LONG - 152}",
+}
+"""A job that is deleted, and another one of the same name."""
 RESUMED = {
     **INFO,
     **PLACED,
@@ -188,11 +194,12 @@ def progress_cases() -> list[Case]:
         Case(
             "PTJRescaleStuck",
             "for long",
-            condition("Rescaling"),
+            {**PLACED, **condition("Rescaling")},
             20,
             Firing("ml/llama has been resizing for 15 minutes."),
         ),
-        Case("PTJRescaleStuck", "not yet for long", condition("Rescaling"), 14),
+        Case("PTJRescaleStuck", "not yet for long", {**PLACED, **condition("Rescaling")}, 14),
+        Case("PTJRescaleStuck", "it waits for nodes", {**condition("Placed", "False"), **condition("Rescaling")}, 20),
         Case(
             "PTJQueueWaitLong",
             "more than an hour",
@@ -315,20 +322,48 @@ def speed_cases() -> list[Case]:
         Case(
             "PTJGoodputLow",
             "half of the time",
-            {seconds["Training"]: "0+30x250", seconds["Restarting"]: "0+30x250"},
+            {**INFO, seconds["Training"]: "0+30x250", seconds["Restarting"]: "0+30x250"},
             200,
             Firing("ml/llama has spent 50% of the last 6 hours on steps that count."),
         ),
         Case(
-            "PTJGoodputLow", "little is lost", {seconds["Training"]: "0+57x250", seconds["Restarting"]: "0+3x250"}, 200
+            "PTJGoodputLow",
+            "little is lost",
+            {**INFO, seconds["Training"]: "0+57x250", seconds["Restarting"]: "0+3x250"},
+            200,
         ),
         Case(
             "PTJGoodputLow",
             "it waits for nodes",
-            {seconds["Training"]: "0+57x250", seconds["Queued"]: "0+600x250"},
+            {**INFO, seconds["Training"]: "0+57x250", seconds["Queued"]: "0+600x250"},
             200,
         ),
-        Case("PTJGoodputLow", "a new job", {seconds["Training"]: "0+30x90", seconds["Restarting"]: "0+30x90"}, 85),
+        Case(
+            "PTJGoodputLow",
+            "it is deleted",
+            {PRESENT: "1x180", seconds["Training"]: "0+30x180", seconds["Restarting"]: "0+30x180"},
+            250,
+        ),
+        Case(
+            "PTJGoodputLow",
+            "it has completed",
+            {
+                **INFO,
+                **condition("Complete"),
+                seconds["Training"]: "0+30x180 5400x200",
+                seconds["Restarting"]: "0+30x180 5400x200",
+            },
+            250,
+        ),
+        Case(
+            "PTJGoodputLow",
+            "another job had the name",
+            {**TWO_JOBS, seconds["Training"]: "0+30x250", seconds["Restarting"]: "0+30x250"},
+            200,
+        ),
+        Case(
+            "PTJGoodputLow", "a new job", {**INFO, seconds["Training"]: "0+30x90", seconds["Restarting"]: "0+30x90"}, 85
+        ),
         Case(
             "PTJThroughputDrop",
             "half as fast",
@@ -337,6 +372,12 @@ def speed_cases() -> list[Case]:
             Firing(
                 "ml/llama trains on 62.5 tokens per second and GPU: less than 80% of the median of the last 6 hours."
             ),
+        ),
+        Case(
+            "PTJThroughputDrop",
+            "another job had the name",
+            {**PLACED, **TWO_JOBS, tokens: slow, RANKS: "8x400", TRAINING: "8x400"},
+            275,
         ),
         Case(
             "PTJThroughputDrop",
@@ -369,6 +410,18 @@ def speed_cases() -> list[Case]:
         ),
         Case("PTJStraggler", "for a moment", {**PLACED, slow_rank("2"): "1x5 1.5x5 1x25"}, 20),
         Case("PTJStraggler", "a little slower", {**PLACED, slow_rank("2"): "1.2x30"}, 20),
+        Case("PTJStraggler", "a stage has more to compute", {**PLACED, **two_stages("1.5x30", "1.5x30")}, 20),
+        Case(
+            "PTJStraggler",
+            "a rank is slower than its stage",
+            {**PLACED, **two_stages("1.5x30", "2.5x30")},
+            20,
+            Firing(
+                "Rank 3 of ml/llama (pod llama-w3-0, 10.0.0.3:9464) computes 2.5 times as long as the median of the "
+                "ranks. All others wait for it.",
+                {**JOB, "rank": "3", "pod": "llama-w3-0", "instance": "10.0.0.3:9464"},
+            ),
+        ),
     ]
 
 
@@ -415,9 +468,20 @@ def loss_and_placement_cases() -> list[Case]:
     ]
 
 
-def slow_rank(rank: str) -> str:
+def slow_rank(rank: str, stage: int = 0) -> str:
     """The straggler ratio of a rank."""
-    return of_job("ptj_rank_straggler_ratio", rank=rank, pod=f"llama-w{rank}-0", instance=f"10.0.0.{rank}:9464")
+    where = {"pod": f"llama-w{rank}-0", "instance": f"10.0.0.{rank}:9464"}
+    return of_job("ptj_rank_straggler_ratio", rank=rank, stage=str(stage), **where)
+
+
+def two_stages(first: str, second: str) -> dict[str, str]:
+    """Two replicas of a pipeline with two stages: the ratios of the ranks of the second stage."""
+    return {
+        slow_rank("0"): "0.5x30",
+        slow_rank("1", 1): first,
+        slow_rank("2"): "0.5x30",
+        slow_rank("3", 1): second,
+    }
 
 
 CASES = [

@@ -12,6 +12,7 @@ from meshwright.api.goodput import BookedTime, GoodputStatus
 from meshwright.api.status import (
     CheckpointStatus,
     Condition,
+    MeshStatus,
     ParallelTrainingJobStatus,
     RestartStatus,
     ResumedFromStatus,
@@ -217,6 +218,16 @@ def test_checkpoints_that_stop_advancing_while_steps_do_are_found(tiers: tuple[C
 def test_a_checkpoint_is_overdue_after_two_intervals_and_two_minutes(later: float, overdue: bool) -> None:
     # The last one was saved 30 s before, and one is due every 20 steps of 2 s.
     assert (health(judged(tier(), step=200, later=later)) is not None) is overdue
+
+
+@pytest.mark.parametrize(("step", "overdue"), [(130, False), (150, True)])
+def test_a_checkpoint_is_overdue_in_a_job_that_restarts_often_and_goes_on_from_memory(step: int, overdue: bool) -> None:
+    mesh = MeshStatus(generation=1, cause="PodLost", started_time=ago(-380))
+    decision = judged(tier(), step=step, later=400.0, mesh=mesh)
+    assert (health(decision) is not None) is overdue
+    assert overdue or decision.requeue_after is not None
+    found = judged(tier(), step=step, later=100.0, mesh=mesh.model_copy(update={"started_time": ago(-80)}))
+    assert health(found) is None, "step times that grow make no checkpoint late"
 
 
 def test_the_steps_of_another_run_make_no_checkpoint_overdue() -> None:

@@ -85,6 +85,7 @@ async def test_a_job_shrinks_without_its_node_and_grows_when_the_node_returns() 
     assert size(world, "job") == 1
     assert pods(world, "job") == before - {victim.name}
     assert world.status("job")["placement"]["workers"][0]["ranks"] == "0-1"
+    assert world.condition("job", "Placed")["message"].startswith("1 worker on 1 node")
     set_ready(world, victim.node, ready=True)
     await world.run(240)
     assert size(world, "job") == 2, world.status("job")
@@ -103,6 +104,8 @@ async def test_scale_up_and_down() -> None:
         edit(world, "job", replicas=replicas)
         await world.run(240)
         assert world.true("job", "Ready"), world.condition("job", "Ready")
+        workers = f"{replicas} worker{'' if replicas == 1 else 's'} on "
+        assert world.condition("job", "Placed")["message"].startswith(workers)
         seen.append((size(world, "job"), len(pods(world, "job"))))
     assert seen == [(4, 4), (2, 2), (3, 3), (1, 1)]
     assert "job-w0-0" in pods(world, "job"), "the first worker was never replaced"

@@ -119,6 +119,18 @@ def test_metrics_grow_between_reconciles_and_outlive_the_job_in_its_namespace() 
     assert page['ptj_namespace_gpu_seconds_total{cause="Starting"}'] == 60
 
 
+def test_every_cause_has_a_series_before_it_happens() -> None:
+    """Prometheus counts no increase of a series' first value: a short restart would be missing in every `increase`."""
+    jobs, key = JobMetrics(), JobKey("default", "train")
+    status = running_status(goodput=book(seen(0, TimeCause.QUEUED, 0), seen(10, TimeCause.STARTING, 8)))
+    jobs.record(key, "uid").put(status, None, 0.0, seconds={"Queued": 10.0}, gpu_seconds={"Starting": 80.0})
+    page = page_of(jobs)
+    for name in ("ptj_job_seconds_total", "ptj_job_gpu_seconds_total", "ptj_namespace_gpu_seconds_total"):
+        assert page[f'{name}{{cause="Restarting"}}'] == 0, name
+    jobs.forget(key)
+    assert page_of(jobs)['ptj_namespace_gpu_seconds_total{cause="Restarting"}'] == 0
+
+
 def test_gpu_time_of_a_start_is_counted_up_to_now_and_that_of_steps_up_to_the_last() -> None:
     starting = book(seen(0, TimeCause.STARTING, 8))
     status = ParallelTrainingJobStatus(goodput=starting)

@@ -6,8 +6,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from meshwright.api.goodput import GoodputStatus, TimeCause
-from meshwright.api.status import ElasticStatus, ParallelTrainingJobStatus
+from meshwright.api.status import ElasticStatus, MeshStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import Progress
+from meshwright_operator.decide.admission import QUEUE_UNAVAILABLE
+from meshwright_operator.decide.conditions import set_condition
+from meshwright_operator.decide.missing_claims import CLAIM_NOT_FOUND
+from meshwright_operator.decide.rejected_job import rejected
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.job_record import JobRecord
@@ -65,6 +69,39 @@ def test_a_job_that_waits_says_since_when() -> None:
     assert page_of(jobs)["ptj_job_queued_timestamp_seconds{}"] == NOW.timestamp() - 300
     put(jobs, running_status(goodput=GoodputStatus(cause=TimeCause.TRAINING, since=ago(10))))
     assert "ptj_job_queued_timestamp_seconds{}" not in page_of(jobs)
+
+
+@pytest.mark.parametrize("reason", ["InvalidSpec", "PolicyExceeded", "ProfileNotAllowed"])
+def test_a_job_that_is_rejected_neither_starts_nor_waits_for_nodes(reason: str) -> None:
+    jobs = JobMetrics()
+    waiting = ParallelTrainingJobStatus(goodput=GoodputStatus(cause=TimeCause.QUEUED, since=ago(300)))
+    put(jobs, rejected(waiting, 1, NOW, reason, "spec.x: must be y"))
+    page = page_of(jobs)
+    assert "ptj_job_queued_timestamp_seconds{}" not in page
+    assert [name for name in page if name.startswith("ptj_jobs")] == ['ptj_jobs{,state="finished"}']
+
+
+@pytest.mark.parametrize(("reason", "cause"), [("Preempted", "JobPreempted"), ("WaitingForQuota", "Start")])
+def test_a_job_that_was_stopped_for_another_one_or_has_no_quota_waits(reason: str, cause: str) -> None:
+    jobs = JobMetrics()
+    waits = GoodputStatus(cause=TimeCause.QUEUED, since=ago(300))
+    mesh = MeshStatus(generation=int(cause != "Start"), cause=cause)
+    status = running_status(goodput=waits, mesh=mesh, ready_ranks="0/4", placement=None, restart_count=mesh.generation)
+    set_condition(status, "Ready", "False", reason, "", 1, NOW)
+    put(jobs, status)
+    page = page_of(jobs)
+    assert [name for name in page if name.startswith("ptj_jobs")] == ['ptj_jobs{,state="queued"}']
+    assert page["ptj_job_queued_timestamp_seconds{}"] == NOW.timestamp() - 300
+
+
+@pytest.mark.parametrize("reason", [CLAIM_NOT_FOUND, QUEUE_UNAVAILABLE])
+def test_a_job_whose_claim_or_queue_is_missing_waits(reason: str) -> None:
+    jobs = JobMetrics()
+    waiting = ParallelTrainingJobStatus(goodput=GoodputStatus(cause=TimeCause.QUEUED, since=ago(300)))
+    put(jobs, rejected(waiting, 1, NOW, reason, "missing"))
+    page = page_of(jobs)
+    assert page['ptj_jobs{,state="queued"}'] == 1
+    assert page["ptj_job_queued_timestamp_seconds{}"] == NOW.timestamp() - 300
 
 
 def test_rescales_count_by_direction_and_a_start_does_not() -> None:

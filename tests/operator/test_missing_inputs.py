@@ -153,6 +153,7 @@ async def test_a_job_whose_claim_does_not_exist_gets_no_nodes_and_starts_once_it
     assert not world.true("train", "Stalled"), "the claim may be in the same file"
     await world.run(STALLED_AFTER_SECONDS + 5)
     assert world.true("train", "Stalled")
+    assert world.status("train")["goodput"]["cause"] == "Queued", "it has no nodes to start on"
     world.cluster.missing_claims.clear()
     await world.run(40)
     assert world.true("train", "Ready")

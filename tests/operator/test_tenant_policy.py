@@ -248,6 +248,41 @@ async def test_an_edit_beyond_a_bound_is_blocked_and_the_job_keeps_running() -> 
     assert world.status("grows")["mesh"]["generation"] == 1
 
 
+@pytest.mark.parametrize(
+    ("beyond", "within", "words"),
+    [
+        ({"priority": 99}, {"priority": 10}, "`spec.priority` is 99: use at most 10"),
+        ({"priority": -9}, {"priority": 0}, "`spec.priority` is -9: use at least 0"),
+        (
+            {"recovery": {"spareNodes": 3}},
+            {"recovery": {"spareNodes": 1}},
+            "`spec.recovery.spareNodes` is 3: use at most 1",
+        ),
+    ],
+)
+async def test_an_edit_that_restarts_nothing_is_blocked_beyond_a_bound_too(
+    beyond: dict[str, Any], within: dict[str, Any], words: str
+) -> None:
+    world = World(25, nodes=6, work=10**6)
+    bounds = "defaults: {priority: {min: 0, max: 10}, maxSpareNodes: 1}"
+    world.operators[0].scheduler.set_policy(parse_policy(bounds))
+    world.submit(small("job", 2))
+    await world.run(20)
+    edit(world, "job", **beyond)
+    await world.run(20)
+    ready = world.condition("job", "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "PolicyExceeded")
+    assert words in ready["message"]
+    assert world.status("job")["placement"].get("spares", []) == []
+    await world.run(120)
+    assert world.condition("job", "Ready")["reason"] == "PolicyExceeded", "it stays blocked"
+    assert world.operators[0].notes.reasons("job").count("PolicyExceeded") == 1
+    edit(world, "job", **within)
+    await world.run(20)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert world.status("job")["mesh"]["generation"] == 1
+
+
 async def test_only_so_many_jobs_of_a_namespace_wait() -> None:
     tenants = Tenants(2)
     tenants.scheduler.set_policy(parse_policy("namespaces: [{match: 'team-*', maxWaitingJobs: 1}]"))

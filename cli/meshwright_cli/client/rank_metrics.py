@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -12,7 +13,7 @@ _RANK = re.compile(r'(?:^|,)rank="(\d+)"')
 
 PEAK = "ptj_memory_peak_bytes"
 SLOW = 1.1
-"""A rank is a straggler if its own work in a step takes this much longer than that of the median rank."""
+"""A rank is a straggler if its own work in a step takes this much longer than that of the median rank of its stage."""
 
 
 @dataclass(slots=True)
@@ -101,22 +102,31 @@ def _steps(sample: RankSample) -> tuple[float, float, float]:
     return count, seconds, data
 
 
-def slowness(times: list[RankTimes]) -> dict[int, float]:
-    """How much slower each rank is than the median rank: 0.2 for 20%.
+def slowness(times: list[RankTimes], stages: Mapping[int, int] | None = None) -> dict[int, float]:
+    """How much slower each rank is than the median rank of its pipeline stage: 0.2 for 20%.
 
-    The pods' own straggler scores count if they report any: ranks that wait for a slow one have the same step time.
+    Stages have other layers, so their ranks take longer or shorter by design. If a stage has one rank, there is none to
+    compare it with, and the median of all ranks counts. The pods' own straggler scores count if they report any: ranks
+    that wait for a slow one have the same step time.
     """
     scores = {one.rank: one.score for one in times if one.score is not None}
     own = scores or {one.rank: one.step_seconds for one in times if one.step_seconds}
-    middle = median(own.values()) if own else 0.0
-    return {rank: value / middle - 1 for rank, value in own.items()} if middle > 0 else {}
+    stage_of = {rank: (stages or {}).get(rank, 0) for rank in own}
+    if 1 in Counter(stage_of.values()).values():
+        stage_of = dict.fromkeys(own, 0)
+    peers = defaultdict[int, list[float]](list)
+    for rank, value in own.items():
+        peers[stage_of[rank]].append(value)
+    middles = {stage: median(values) for stage, values in peers.items()}
+    usual = {rank: middles[stage] for rank, stage in stage_of.items()}
+    return {rank: value / usual[rank] - 1 for rank, value in own.items() if usual[rank] > 0}
 
 
-def stragglers(times: list[RankTimes]) -> set[int]:
+def stragglers(times: list[RankTimes], stages: Mapping[int, int] | None = None) -> set[int]:
     """Ranks that are slow, are behind the others, or do not run although others do."""
     if not any(one.up for one in times):
         return set()
-    slow = {rank for rank, more in slowness(times).items() if more > SLOW - 1}
+    slow = {rank for rank, more in slowness(times, stages).items() if more > SLOW - 1}
     furthest = max((one.step for one in times), default=0)
     # Ranks report at different moments: one step behind is normal.
     return slow | {one.rank for one in times if not one.up or one.step < furthest - 1}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from meshwright.api.status import PlacementStatus
+from meshwright.api.status import PlacementStatus, parse_ranks
 from meshwright_cli.client.objects import Job
 from meshwright_cli.text import plural
+
+PODS_APART = "several pods of a node, without NVLink between them"
 
 
 def placed_facts(job: Job) -> list[tuple[str, str]]:
@@ -49,12 +51,33 @@ def _cost(placement: PlacementStatus) -> str:
 
 
 def _crossings(placement: PlacementStatus) -> str:
-    parts = []
-    if placement.straddling_tensor_groups:
-        parts.append(f"{plural(placement.straddling_tensor_groups, 'tensor-parallel group')} leave their NVLink domain")
-    if placement.straddling_replicas:
-        parts.append(f"{plural(placement.straddling_replicas, 'replica')} leave their rack")
-    return ", ".join(parts) or "none: no tensor-parallel group leaves its NVLink domain, and no replica its rack"
+    straddling, replicas = placement.straddling_tensor_groups, placement.straddling_replicas
+    # Pods of a node do not reach each other over NVLink unless a claim joins them: such groups straddle pods.
+    leaving = min(straddling, _groups_in_several_domains(placement))
+    apart, group = straddling - leaving, "tensor-parallel group"
+    found = (
+        _each(leaving, group, "leaves its NVLink domain", "leave their NVLink domain"),
+        _each(apart, group, f"spans {PODS_APART}", f"span {PODS_APART}"),
+        _each(replicas, "replica", "leaves its rack", "leave their rack"),
+    )
+    return (
+        ", ".join(part for part in found if part)
+        or "none: no tensor-parallel group leaves its NVLink domain, and no replica its rack"
+    )
+
+
+def _each(count: int, noun: str, one: str, several: str) -> str:
+    return f"{plural(count, noun)} {one if count == 1 else several}" if count else ""
+
+
+def _groups_in_several_domains(placement: PlacementStatus) -> int:
+    """The number of tensor-parallel groups, which have ranks in a row, whose workers are in several NVLink domains."""
+    domains = {
+        rank: entry.domain or entry.node for entry in placement.workers for rank in parse_ranks(entry.ranks) or ()
+    }
+    size = max(1, placement.tensor)
+    firsts = range(0, len(domains), size)
+    return sum(len({domains.get(rank) for rank in range(one, one + size)}) > 1 for one in firsts)
 
 
 def _topology(placement: PlacementStatus) -> str:

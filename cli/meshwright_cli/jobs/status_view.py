@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from meshwright.api import conditions
+from meshwright.api.goodput import TimeCause
 from meshwright.api.status import LimitKind
 from meshwright.printable import printable
 from meshwright_cli.client.objects import Job, JobEvent, WorkerPod, parse_time
@@ -18,6 +19,8 @@ from meshwright_cli.text import age, duration, plural
 
 LABEL = 12
 BAR = 20
+SILENCE = timedelta(minutes=1)
+"""Time without a step that is worth a word. Progress is written every 10 s, less often if hundreds of jobs train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def _facts(job: Job, now: datetime) -> list[tuple[str, str]]:
         ("Layout", _layout(job)),
         ("Ranks", _ranks(job)),
         ("Growth", growth_wait(job, now)),
-        ("Training", _training(job)),
+        ("Training", _training(job, now)),
         ("Checkpoint", _checkpoint(job, now)),
         ("Best", _best(job)),
         ("Resumed", _resumed(job)),
@@ -188,13 +191,24 @@ def growth_wait(job: Job, now: datetime) -> str:
     return f"in {duration((end - now).total_seconds())} at the earliest: {why}" if end > now else ""
 
 
-def _training(job: Job) -> str:
+def _training(job: Job, now: datetime) -> str:
     status = job.status
     parts = [f"loss {status.loss}"] if status.loss else []
     parts += [f"{status.tokens_per_second:,} tokens/s"] if status.tokens_per_second else []
     if status.evaluation is not None:
         parts.append(f"evaluation loss {status.evaluation.loss} at step {status.evaluation.step:,}")
+    parts += _silence(job, now)
     return ", ".join(parts)
+
+
+def _silence(job: Job, now: datetime) -> list[str]:
+    """Since when a job whose ranks run has completed no step: until that is long enough for a hang, it is `Running`."""
+    goodput = job.status.goodput
+    steps = goodput is not None and goodput.cause in (TimeCause.TRAINING, TimeCause.REDONE_STEPS)
+    since = parse_time(goodput.since) if goodput is not None and steps and goodput.step is not None else None
+    if since is None or now - since < SILENCE:
+        return []
+    return [f"the last step was reported {age(since, now)} ago"]
 
 
 def _checkpoint(job: Job, now: datetime) -> str:

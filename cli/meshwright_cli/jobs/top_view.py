@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from meshwright.layout import Layout
 from meshwright_cli.client.objects import Job, ranks_by_worker
 from meshwright_cli.client.rank_metrics import RankTimes, slowness, stragglers
 from meshwright_cli.jobs.output import table
@@ -40,8 +41,9 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
         note = f"No metrics of ranks: {reason}. This is the status, which is {often}."
         return [*status_lines(top.view, now, columns), "", note]
     listed = list(top.times)
-    slow = stragglers(listed)
-    more = slowness(listed)
+    stages = _stages(job, listed)
+    slow = stragglers(listed, stages)
+    more = slowness(listed, stages)
     lines = [
         f"{job.namespace}/{job.name}  {job.state}  {_progress(job, listed)}",
         f"{plural(len(listed), 'rank')}, {_who_is_slow(listed, slow)}",
@@ -53,7 +55,10 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
     if len(listed) <= room:
         shown.sort(key=lambda one: one.rank)
     narrow = columns < NARROW
-    rows = [_row(job, one, more.get(one.rank), one.rank in slow, narrow=narrow) for one in shown]
+    nodes, layout = _nodes(job), layout_of(job.status.plan)
+    rows = [
+        _row(one, nodes.get(one.rank, ""), layout, more.get(one.rank), one.rank in slow, narrow=narrow) for one in shown
+    ]
     lines += table(HEADER[: len(rows[0])], rows)
     if len(shown) < len(listed):
         lines.append(f"and {len(listed) - len(shown)} faster ranks")
@@ -61,6 +66,14 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
         name, reason = next(iter(top.unreachable.items()))
         lines.append(f"No metrics of {plural(len(top.unreachable), 'pod')}: {name}: {reason}"[:columns])
     return lines
+
+
+def _stages(job: Job, times: Sequence[RankTimes]) -> dict[int, int]:
+    """The pipeline stages of the ranks, as far as the plan has them."""
+    layout = layout_of(job.status.plan)
+    if layout is None:
+        return {}
+    return {one.rank: layout.coordinates(one.rank).pipeline for one in times if one.rank < layout.world_size}
 
 
 def _who_is_slow(times: Sequence[RankTimes], slow: set[int]) -> str:
@@ -87,10 +100,15 @@ def _progress(job: Job, times: Sequence[RankTimes]) -> str:
     return ", ".join(parts)
 
 
-def _row(job: Job, one: RankTimes, more: float | None, slow: bool, *, narrow: bool) -> tuple[str, ...]:
-    placed = {rank: worker for worker, ranks in ranks_by_worker(job.status).items() for rank in ranks}
+def _nodes(job: Job) -> dict[int, str]:
+    """The node of each rank."""
     nodes = {entry.worker: entry.node for entry in job.status.placement.workers} if job.status.placement else {}
-    node = nodes.get(placed.get(one.rank, -1), "")
+    return {rank: nodes.get(worker, "") for worker, ranks in ranks_by_worker(job.status).items() for rank in ranks}
+
+
+def _row(
+    one: RankTimes, node: str, layout: Layout | None, more: float | None, slow: bool, *, narrow: bool
+) -> tuple[str, ...]:
     if narrow and len(node) > NODE_WIDTH:
         node = f"{node[: NODE_WIDTH // 2 - 1]}…{node[-NODE_WIDTH // 2 :]}"
     peak = () if narrow else (f"{one.peak_memory / 2**30:.1f} GiB" if one.peak_memory else "",)
@@ -98,7 +116,7 @@ def _row(job: Job, one: RankTimes, more: float | None, slow: bool, *, narrow: bo
         str(one.rank),
         "down" if not one.up else "slow" if slow else "ok",
         node,
-        coordinates(layout_of(job.status.plan), range(one.rank, one.rank + 1)),
+        coordinates(layout, range(one.rank, one.rank + 1)),
         str(one.step),
         milliseconds(one.step_seconds),
         milliseconds(one.data_seconds),

@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from meshwright.api import conditions
+from meshwright.api.goodput import TimeCause
 from meshwright.figures import format_number
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.timeline import simulate_pipeline
@@ -24,6 +25,7 @@ from meshwright.schedules.schedule import PipelineShape
 from meshwright.schedules.simulator import Simulation, simulate
 from meshwright_cli.figures.schedule_figure import MAX_SLOTS, legend_of, schedule_figure
 from meshwright_cli.figures.svg import Element, to_markup
+from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.report.bars import Bars, duration, goodput_bars, memory_bars, step_bars, traffic_bars
 from meshwright_cli.report.cluster_map import COLORS, ClusterMap, cluster_map
 from meshwright_cli.report.curves import Curve, curves, measured_bubble, measured_step_seconds
@@ -232,9 +234,10 @@ def _run_tiles(inputs: ReportInputs) -> list[Tile]:
         tiles.append(Tile("Tokens/s", _short(status.tokens_per_second), note))
     if status.eta_seconds is not None and not status.completion_time:
         tiles.append(Tile("Time left", duration(status.eta_seconds)))
-    if status.goodput is not None and (found := goodput_bars(status.goodput, inputs.generated)):
-        training = next((part.percent for part in found.rows if part.label == "training"), 0.0)
-        tiles.append(Tile("Goodput", f"{training:.1f}%", "training, of all time"))
+    ledger = Ledger.of(status.goodput, inputs.generated)
+    if ledger is not None and ledger.ratio is not None:
+        time = "time not suspended" if ledger.seconds.get(TimeCause.SUSPENDED) else "all time"
+        tiles.append(Tile("Goodput", f"{100 * ledger.ratio:.1f}%", f"training, of {time}"))
     restarts = status.restart_count
     tiles.append(Tile("Restarts", f"{restarts:,}"))
     return tiles

@@ -11,10 +11,17 @@ from dataclasses import replace
 from meshwright.api.conditions import SUSPENDED, is_true
 from meshwright_operator.controller.observe import JobRejectedError
 from meshwright_operator.decide import lifecycle
+from meshwright_operator.decide.applied_spec import running_spec
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.observed import Observed, has_started
 from meshwright_operator.scheduling.policy import Bounds
-from meshwright_operator.scheduling.policy_admission import POLICY_EXCEEDED, size_excess, spec_excess
+from meshwright_operator.scheduling.policy_admission import (
+    POLICY_EXCEEDED,
+    live_excess,
+    size_excess,
+    spec_excess,
+    without_live_edits,
+)
 
 NO_AGENT_IMAGE = "NoAgentImage"
 """Reason of a job that wants an agent of which the operator has no image."""
@@ -53,11 +60,24 @@ def check_policy(observed: Observed, namespace: str, bounds: Bounds) -> Observed
         return _bounded_growth(observed, namespace, bounds)
     if observed.fallback is not None:
         text = f"The edit cannot be applied: {excess}"
-        return replace(observed.fallback, blocked_edit=BlockedEdit(POLICY_EXCEEDED, text, retryable=False))
+        blocked = replace(observed.fallback, blocked_edit=BlockedEdit(POLICY_EXCEEDED, text, retryable=False))
+        return _bounded_edit(blocked, namespace, bounds)
     resumes = is_true(observed.status.conditions, SUSPENDED)
     if has_started(observed.status) and not resumes:
-        return _bounded_growth(observed, namespace, bounds)
+        return _bounded_edit(_bounded_growth(observed, namespace, bounds), namespace, bounds)
     raise JobRejectedError(POLICY_EXCEEDED, excess)
+
+
+def _bounded_edit(observed: Observed, namespace: str, bounds: Bounds) -> Observed:
+    """The job without an edit of its priority or spare nodes that exceeds a bound. Such an edit restarts nothing."""
+    applied = running_spec(observed.status)
+    excess = live_excess(applied.spec, observed.spec, namespace, bounds) if applied is not None else ""
+    if applied is None or not excess:
+        return observed
+    blocked = BlockedEdit(POLICY_EXCEEDED, f"The edit cannot be applied: {excess}", retryable=False)
+    elastic = without_live_edits(applied.spec, observed.elastic) if observed.elastic is not None else None
+    spec = without_live_edits(applied.spec, observed.spec)
+    return replace(observed, spec=spec, elastic=elastic, blocked_edit=observed.blocked_edit or blocked)
 
 
 def _bounded_growth(observed: Observed, namespace: str, bounds: Bounds) -> Observed:

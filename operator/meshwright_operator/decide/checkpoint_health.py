@@ -119,13 +119,18 @@ def _overdue(
     if seconds is None or not began:
         return None
     allowed = INTERVALS * seconds + SLACK_SECONDS
-    passed = seconds_since(began, now)
+    # Each generation begins anew, because a start delays checkpoints. But ranks that recover from memory go on at their
+    # step. If they restart often, no generation is long enough, so the steps since the checkpoint count too.
+    unsaved_since = last or status.start_time or began
+    stepping = min(done * progress.step_seconds, seconds_since(unsaved_since, now))
+    passed = max(seconds_since(began, now), stepping)
     if passed < allowed:
         decision.requeue_within(allowed - passed + 1.0)
         return None
     if done * progress.step_seconds < INTERVALS * seconds:
         return None
-    return f"No checkpoint has become complete since {began}, although one is due every {seconds:.0f} s"
+    since = began if passed > stepping else unsaved_since
+    return f"No checkpoint has become complete since {since}, although one is due every {seconds:.0f} s"
 
 
 def _interval(tier: CheckpointTier, step_seconds: float) -> float | None:

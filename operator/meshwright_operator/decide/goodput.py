@@ -21,6 +21,7 @@ from meshwright_operator.decide.admission import QUEUE_UNAVAILABLE, WAITING_FOR_
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
+from meshwright_operator.decide.missing_claims import CLAIM_NOT_FOUND
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import PREEMPTED
 from meshwright_operator.decide.pod_gates import is_held
@@ -29,7 +30,7 @@ from meshwright_operator.decide.restart_policy import cause_named
 from meshwright_operator.decide.time_ledger import STEPPING, Seen, Steps
 from meshwright_operator.timestamps import parse_time
 
-STOPPED_REASONS = (PREEMPTED, WAITING_FOR_QUOTA, QUEUE_UNAVAILABLE)
+STOPPED_REASONS = (PREEMPTED, WAITING_FOR_QUOTA, QUEUE_UNAVAILABLE, CLAIM_NOT_FOUND)
 """Reasons of a job that waits until it may run."""
 FINISHED = ""
 """The cause of a job that has finished or is being deleted: its time does not count."""

@@ -22,6 +22,7 @@ from meshwright_operator.decide.gang_actions import EndAttempt, Place, size_of
 from meshwright_operator.decide.incarnations import NAME_TAKEN, NO_NAME_LEFT, next_incarnations
 from meshwright_operator.decide.observed import PodState, Worker, has_started
 from meshwright_operator.decide.preflight import PREFLIGHT_FAILED
+from meshwright_operator.decide.size_status import placement_text
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.job_event import WARNING
 from meshwright_operator.kube.pod_info import Pod
@@ -244,17 +245,6 @@ def _retention_expired(decision: Decision) -> bool:
     elastic = decision.observed.elastic.elastic if decision.observed.elastic is not None else None
     wait = RETAIN_PODS_SECONDS + (elastic.replacement_seconds if elastic is not None else 0)
     return seconds_since(decision.mesh.pending_since, decision.observed.now) >= wait
-
-
-def placement_text(placement: PlacementStatus) -> str:
-    """The placement in one sentence."""
-    nodes = {entry.node for entry in placement.workers}
-    racks = {entry.rack for entry in placement.workers if entry.rack}
-    where = f" in {counted(len(racks), 'rack')}" if racks else ""
-    return (
-        f"{counted(len(placement.workers), 'worker')} on {counted(len(nodes), 'node')}{where},"
-        f" network cost {placement.cost or '0'}"
-    )
 
 
 def apply_move(decision: Decision) -> None:

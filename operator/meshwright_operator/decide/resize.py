@@ -23,7 +23,7 @@ from meshwright_operator.decide import in_memory, restart_policy, sizing
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.gang_actions import Place, Size, size_of
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker, has_started
-from meshwright_operator.decide.placement_outcome import Granted, NotGranted, placement_text
+from meshwright_operator.decide.placement_outcome import Granted, NotGranted
 from meshwright_operator.decide.size_status import (
     MOVING,
     apply_move,
@@ -32,6 +32,7 @@ from meshwright_operator.decide.size_status import (
     elastic_status,
     incarnations_of,
     layout_text,
+    placement_text,
     record_incarnations,
     remember_full_plan,
     use_placement,

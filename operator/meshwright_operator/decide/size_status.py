@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwright.api import conditions as names
-from meshwright.api.conditions import find
+from meshwright.api.conditions import find, is_true
 from meshwright.api.status import (
     ElasticStatus,
     LayoutStatus,
@@ -59,11 +59,29 @@ def apply_size(decision: Decision, plan: Plan, placement: PlacementStatus, why: 
 
 def use_placement(decision: Decision, placement: PlacementStatus) -> None:
     """Takes over the workers of a placement. Those that were to join the job are among them, or end."""
-    decision.status.placement = placement
+    _set_placement(decision, placement)
     record_incarnations(decision, placement)
     elastic = elastic_status(decision)
     elastic.next_placement, elastic.growing_since = None, None
     elastic.attempts, elastic.retry_time = 0, None
+
+
+def _set_placement(decision: Decision, placement: PlacementStatus) -> None:
+    """Records the placement of a job that has nodes, also in the message of `Placed`."""
+    decision.status.placement = placement
+    if is_true(decision.status.conditions, names.PLACED):
+        decision.condition(names.PLACED, True, "Placed", placement_text(placement))
+
+
+def placement_text(placement: PlacementStatus) -> str:
+    """The placement in one sentence."""
+    nodes = {entry.node for entry in placement.workers}
+    racks = {entry.rack for entry in placement.workers if entry.rack}
+    where = f" in {counted(len(racks), 'rack')}" if racks else ""
+    return (
+        f"{counted(len(placement.workers), 'worker')} on {counted(len(nodes), 'node')}{where},"
+        f" network cost {placement.cost or '0'}"
+    )
 
 
 def apply_move(decision: Decision, placement: PlacementStatus, leaving: str) -> None:
@@ -119,7 +137,7 @@ def apply_loss(decision: Decision, plan: Plan, placement: PlacementStatus, follo
     status.plan = plan.to_status()
     status.plan.revision = observed.revision
     status.replicas = plan.layout.data
-    status.placement = placement
+    _set_placement(decision, placement)
     elastic = elastic_status(decision)
     elastic.next_placement = following
     record_incarnations(decision, following)

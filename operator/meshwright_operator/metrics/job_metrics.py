@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -17,7 +17,7 @@ from meshwright.metrics.exporter import scraped
 from meshwright_operator.decide.goodput import goodput_ratio
 from meshwright_operator.decide.step_limit import COLLECTIVE_DIMENSIONS
 from meshwright_operator.kube.cache import JobKey
-from meshwright_operator.metrics.job_record import PHASES, JobRecord
+from meshwright_operator.metrics.job_record import PHASES, JobRecord, is_rejected
 from meshwright_operator.timestamps import parse_time
 
 NAMESPACE = Label("namespace", meaning="the job's namespace")
@@ -92,14 +92,19 @@ def _seconds_by_phase(record: JobRecord) -> Iterable[Sample]:
     return [((phase,), seconds) for phase, seconds in record.seconds_by_phase(time.monotonic()).items()]
 
 
+def _of_every_cause(seconds: Mapping[str, float]) -> Iterable[Sample]:
+    """A sample of every cause, from the beginning: Prometheus counts no increase for the first value of a series.
+    So a restart that is shorter than the interval of scrapes would not be seen.
+    """
+    return [((cause.value,), seconds.get(cause, 0.0)) for cause in TimeCause]
+
+
 def _seconds_by_cause(record: JobRecord) -> Iterable[Sample]:
-    seconds = record.exported_seconds(time.monotonic())
-    return [((cause.value,), seconds[cause]) for cause in TimeCause if cause in seconds]
+    return _of_every_cause(record.exported_seconds(time.monotonic()))
 
 
 def _gpu_seconds(record: JobRecord) -> Iterable[Sample]:
-    seconds = record.exported_gpu_seconds(time.monotonic())
-    return [((cause.value,), seconds[cause]) for cause in TimeCause if cause in seconds]
+    return _of_every_cause(record.exported_gpu_seconds(time.monotonic()))
 
 
 def _checkpoint(record: JobRecord) -> tuple[int, float] | None:
@@ -111,7 +116,8 @@ def _checkpoint(record: JobRecord) -> tuple[int, float] | None:
 
 def _queued_since(record: JobRecord) -> Iterable[Sample]:
     goodput = record.status.goodput
-    moment = parse_time(goodput.since) if goodput is not None and goodput.cause == TimeCause.QUEUED else None
+    waits = goodput is not None and goodput.cause == TimeCause.QUEUED and not is_rejected(record.status)
+    moment = parse_time(goodput.since) if goodput is not None and waits else None
     return one(moment.timestamp() if moment is not None else None)
 
 
@@ -409,6 +415,5 @@ class JobMetrics(Catalog, Collector):
         for key, record in records:
             totals.setdefault(key.namespace, Counter()).update(record.gpu_seconds_seen(time.monotonic()))
         for namespace, spent in totals.items():
-            for cause in TimeCause:
-                if cause in spent:
-                    yield (namespace, cause.value), spent[cause]
+            for labels, seconds in _of_every_cause(spent):
+                yield (namespace, *labels), seconds

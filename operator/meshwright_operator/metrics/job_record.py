@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 
 from meshwright.api import conditions as names
 from meshwright.api.base import MAX_SAFE_INTEGER
-from meshwright.api.conditions import find
+from meshwright.api.conditions import find, is_true
+from meshwright.api.goodput import TimeCause
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.messages import Progress
+from meshwright_operator.decide.admission import QUEUE_UNAVAILABLE
+from meshwright_operator.decide.missing_claims import CLAIM_NOT_FOUND
 from meshwright_operator.decide.stragglers import ComputeTimes
 from meshwright_operator.decide.time_ledger import STEPPING
 
@@ -157,12 +160,19 @@ def _grown(exported: dict[str, float], values: Mapping[str, float]) -> dict[str,
     return exported
 
 
+def is_rejected(status: ParallelTrainingJobStatus) -> bool:
+    """Whether the job has never started, and will not before its spec or what the administrator allows changes."""
+    ready = find(status.conditions, names.READY)
+    started = status.placement is not None or (status.mesh is not None and status.mesh.generation > 0)
+    waits = ready is not None and ready.reason in (CLAIM_NOT_FOUND, QUEUE_UNAVAILABLE)
+    return is_true(status.conditions, names.STALLED) and not started and not waits
+
+
 def phase_of(status: ParallelTrainingJobStatus) -> str:
-    """The job's current phase; empty if it has finished, is being deleted, or is invalid and never started."""
+    """The job's current phase; empty if it has finished, is being deleted, or is rejected and never started."""
     ready = find(status.conditions, names.READY)
     reason = ready.reason if ready is not None else ""
-    started = status.mesh is not None and status.mesh.generation > 0
-    if status.completion_time is not None or reason == "Terminating" or (reason == "InvalidSpec" and not started):
+    if status.completion_time is not None or reason == "Terminating" or is_rejected(status):
         return ""
     if reason in ("Suspended", "Suspending"):
         return "suspended"
@@ -172,7 +182,9 @@ def phase_of(status: ParallelTrainingJobStatus) -> str:
     training, _, world = status.ready_ranks.partition("/")
     if training == world and world not in ("", "0"):
         return "training"
-    if reason in ("", "Placing"):
+    # The ledger knows of every wait for nodes: also for a quota, and of a job that was stopped for another one.
+    waits = status.goodput is not None and status.goodput.cause == TimeCause.QUEUED
+    if waits or reason in ("", "Placing", CLAIM_NOT_FOUND):
         return "queued"
     return (
         "starting" if status.mesh is None or status.mesh.generation <= 1 and not status.restart_count else "restarting"

@@ -38,6 +38,28 @@ def size_excess(spec: ParallelTrainingJobSpec, plan: Plan, namespace: str, bound
     return _not_allowed(namespace, problems)
 
 
+def live_excess(
+    running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec, namespace: str, bounds: Bounds
+) -> str:
+    """Why the policy does not allow an edit of fields that take effect at once. Empty if it does.
+
+    What the job had before it was edited is allowed: the policy may have changed since.
+    """
+    spares, problems = wanted.recovery.spare_nodes, []
+    if wanted.priority != running.priority:
+        problems += _over("spec.priority", wanted.priority, bounds.priority.max)
+        problems += _under("spec.priority", wanted.priority, bounds.priority.min)
+    if spares != running.recovery.spare_nodes:
+        problems += _over("spec.recovery.spareNodes", spares, bounds.max_spare_nodes)
+    return _not_allowed(namespace, problems)
+
+
+def without_live_edits(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
+    """`wanted` with the values of `running` in the fields that `live_excess` checks."""
+    recovery = wanted.recovery.model_copy(update={"spare_nodes": running.recovery.spare_nodes})
+    return wanted.model_copy(update={"priority": running.priority, "recovery": recovery})
+
+
 def _size_field(spec: ParallelTrainingJobSpec) -> str:
     """The field that says how many replicas the job has if there are enough nodes."""
     return "spec.elastic.maxReplicas" if spec.elastic is not None and spec.elastic.fill else "spec.replicas"

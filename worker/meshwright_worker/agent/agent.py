@@ -38,6 +38,7 @@ from meshwright_worker.agent.failure_evidence import DUMP_SECONDS, EvidenceRecor
 from meshwright_worker.agent.launcher import Launcher, LaunchError
 from meshwright_worker.agent.metrics import WorkerMetrics
 from meshwright_worker.agent.metrics_server import start_metrics_server
+from meshwright_worker.agent.rank_environment import stages_of
 from meshwright_worker.agent.rank_process import command_state, process_state
 from meshwright_worker.agent.server_process import ServerProcess
 from meshwright_worker.agent.settings import Settings
@@ -366,7 +367,8 @@ class Agent:
             log.error("%s", document.run.reason)
             return self._state_machine.on_rejected_run(document.generation, document.run.reason, time.monotonic())
         self._training_log = TrainingLog(document.run.training.steps if isinstance(document.run, NativeRun) else None)
-        self._metrics.generation(document.generation, ranks, restart=self._started_before)
+        stages = stages_of(document.run, ranks)
+        self._metrics.generation(document.generation, ranks, restart=self._started_before, stages=stages)
         self._started_before = True
         try:
             if not await self._prepare_unless_shutdown(start):

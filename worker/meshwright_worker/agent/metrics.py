@@ -22,6 +22,7 @@ CHECKPOINT_BUCKETS = tuple(round(10 ** (exponent / 2), 3) for exponent in range(
 
 JOB = (Label("namespace", meaning="the job's namespace"), Label("job_name", meaning="the job's name"))
 RANK = Label("rank", meaning="the pod's ranks")
+STAGE = Label("stage", meaning="the rank's coordinate in the pipeline, from 0 on")
 PHASES = ("data", "compute", "communication", "update", "checkpoint", "other")
 DIMENSIONS = ("tensor", "pipeline", "context", "expert", "data", "job")
 MAX_PENDING = 64
@@ -199,9 +200,11 @@ class WorkerMetrics(Exporter):
     )
     straggler = GaugeMetric(
         "ptj_rank_straggler_ratio",
-        "Recent compute time of the rank over the median of all ranks of the job. Above 1, others wait for it.",
+        "Recent compute time of the rank over the median of all ranks of the job. Above 1, others wait for it. Stages "
+        "of a pipeline differ by design.",
         *JOB,
         RANK,
+        STAGE,
     )
     up = GaugeMetric("ptj_rank_up", "1 if the rank's process is running, else 0.", *JOB, RANK)
     completed_step = rank_metric("ptj_step", Kind.GAUGE, "Last completed training step.", lambda report: report.step)
@@ -269,14 +272,21 @@ class WorkerMetrics(Exporter):
         super().__init__()
         self._job = (namespace, job)
         self._ranks: set[str] = set()
+        self._stages: Mapping[int, int] = {}
         self.timelines: dict[int, RankTimeline] = {}
         """The latest timed slots of local ranks."""
         self._pending: dict[int, list[StepReport]] = {}
         """Reports by rank that are not in the series yet."""
 
-    def generation(self, number: int, ranks: Iterable[int], *, restart: bool) -> None:
-        """Record the start of a generation with these local ranks; `restart` is False for the first one in this pod."""
+    def generation(
+        self, number: int, ranks: Iterable[int], *, restart: bool, stages: Mapping[int, int] | None = None
+    ) -> None:
+        """Record the start of a generation with these local ranks; `restart` is False for the first one in this pod.
+
+        `stages` has their stages of the pipeline.
+        """
         self._apply()
+        self._stages = stages or {}
         cls, now = type(self), {str(rank) for rank in ranks}
         for metric in self.metrics:
             if RANK not in metric.labels:
@@ -342,7 +352,7 @@ class WorkerMetrics(Exporter):
             return
         for rank, own in seconds.items():
             if own is not None:
-                self.straggler.labels(*self._job, str(rank)).set(own / median)
+                self.straggler.labels(*self._job, str(rank), str(self._stages.get(rank, 0))).set(own / median)
 
     def _clear_job_gauges(self) -> None:
         """Remove the job's gauges, because rank 0 has moved to another pod. Counters keep their values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.api import labels
@@ -196,6 +196,15 @@ def rank_task(
         copies=document.copies,
         memory=document.memory,
     )
+
+
+def stages_of(run: Run, ranks: Iterable[int]) -> dict[int, int]:
+    """The stages of the pipeline of these ranks. None if the degrees contradict each other: then no rank starts."""
+    try:
+        layout = run.layout
+        return {rank: layout.coordinates(rank).pipeline for rank in ranks}
+    except ValueError:
+        return {}
 
 
 def _layout(run: Run, world_size: int) -> Layout:
