@@ -17,6 +17,8 @@ from typing import Any
 
 import click
 
+from meshwright_cli.client.errors import ExitCode
+
 OTHER = "Other commands"
 
 
@@ -51,6 +53,14 @@ class LazyGroup(click.Group):
             place = f"{error.filename}: " if error.filename else "cannot write: "
             click.echo(f"Error: {place}{error.strerror}", err=True)
             sys.exit(1)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand. Ctrl-C, by which commands that watch end, has no message, unlike click's `Aborted!`."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo(err=True)  # ends the line with ^C
+            ctx.exit(ExitCode.INTERRUPTED)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names in alphabetical order, without importing the commands."""

@@ -72,6 +72,17 @@ def test_no_color_turns_colors_off_in_a_terminal(value, colored, monkeypatch):
     assert ("\x1b[" in result.output) is colored
 
 
+def test_ctrl_c_ends_a_command_without_a_message(monkeypatch):
+    @click.command()
+    def watch():
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(main._lazy, "watch", LazyCommand("tests.watch:watch", "Watch.", ""))
+    monkeypatch.setattr("meshwright_cli.lazy_group.load", lambda name, entry: watch)
+    result = CliRunner().invoke(main, ["watch"])
+    assert (result.exit_code, result.output.strip()) == (130, "")
+
+
 def test_missing_dependency_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "needs_absent.py").write_text("import a_package_that_is_absent\n")
     monkeypatch.syspath_prepend(str(tmp_path))

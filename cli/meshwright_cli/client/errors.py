@@ -19,6 +19,7 @@ class ExitCode(IntEnum):
     NOT_FOUND = 3
     NO_ACCESS = 4
     TIMED_OUT = 5
+    INTERRUPTED = 130
 
 
 MEANINGS = {
@@ -30,6 +31,7 @@ MEANINGS = {
     "Meshwright.",
     ExitCode.NO_ACCESS: "The cluster cannot be reached, the credentials are invalid, or you may not do this.",
     ExitCode.TIMED_OUT: "The time-out passed. The job continues.",
+    ExitCode.INTERRUPTED: "Ctrl-C ended the command. The job continues.",
 }
 
 

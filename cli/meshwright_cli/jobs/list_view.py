@@ -38,7 +38,7 @@ def _row(job: Job, now: datetime) -> tuple[str, ...]:
     saved = parse_time(status.checkpoint.time) if status.checkpoint else None
     return (
         job.name,
-        "Deleting" if job.deleting else job.state,
+        "Terminating" if job.deleting else job.state,
         status.ready_ranks,
         f"{status.step}{total}" if status.step is not None else "",
         status.loss,
