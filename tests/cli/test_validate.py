@@ -144,6 +144,13 @@ def test_a_command_in_one_string_is_divided_into_words() -> None:
     assert problem.message.endswith(': write ["python", "my file.py", "--lr", "1"]')
 
 
+def test_a_pattern_that_is_no_expression_is_named_with_its_field() -> None:
+    job = changed("spec.runtime", {"command": ["python", "t.py"], "progress": {"patterns": ["step (?P<step>"]}})
+    (problem,) = check_manifest(job)
+    assert problem.field == "spec.runtime.progress.patterns"
+    assert problem.message.startswith("pattern 0 (`step (?P<step>`) is not a regular expression: ")
+
+
 def test_numbers_of_a_preset_are_shown_and_the_value_that_works_for_all_rules_of_a_field() -> None:
     job = changed("spec.model", {"preset": "llama-3-8b"})
     job["spec"]["parallelism"] = {"tensor": 64}
