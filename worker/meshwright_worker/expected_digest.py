@@ -58,9 +58,9 @@ def main() -> None:
 
 
 def _count(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
-    return number
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0, got {text!r}")
+    return int(text)
 
 
 def read_job(path: Path) -> dict[str, Any]:
