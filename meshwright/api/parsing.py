@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 # Each repair removes something. This is more than any damaged status needs.
 MAX_REPAIRS = 32
@@ -19,6 +22,11 @@ Model = TypeVar("Model", bound=BaseModel)
 
 class InvalidSpecError(ValueError):
     """An invalid spec. The message names the field and the fix."""
+
+    def __init__(self, message: str, problems: Sequence[tuple[str, str]] = ()) -> None:
+        """`problems` are the fields and what is wrong with each, if they are known apart."""
+        super().__init__(message)
+        self.problems = tuple(problems)
 
 
 def parse_spec(obj: Mapping[str, Any]) -> ParallelTrainingJobSpec:
@@ -30,9 +38,10 @@ def parse_spec(obj: Mapping[str, Any]) -> ParallelTrainingJobSpec:
     try:
         return ParallelTrainingJobSpec.model_validate(obj.get("spec"))
     except ValidationError as error:
-        problems = [f"spec.{field_path(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
+        problems = [(f"spec.{field_path(e['loc'])}", problem_text(e)) for e in error.errors(include_url=False)]
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise InvalidSpecError("; ".join(problems[:5]) + more) from None
+        text = "; ".join(f"{field}: {problem}" for field, problem in problems[:5])
+        raise InvalidSpecError(text + more, problems) from None
 
 
 def parse_known_fields(model: type[Model], raw: Any) -> Model:
@@ -97,6 +106,11 @@ def _drop(raw: dict[str, Any], location: tuple[int | str, ...]) -> None:
     except (KeyError, IndexError, TypeError):
         if len(location) > 1:
             _drop(raw, location[:-1])
+
+
+def problem_text(error: ErrorDetails) -> str:
+    """What is wrong, without the name that pydantic puts before the message of a validator."""
+    return error["msg"].removeprefix("Value error, ")
 
 
 def field_path(location: tuple[int | str, ...]) -> str:

@@ -43,7 +43,7 @@ def check_manifest(job: Mapping[str, Any]) -> list[ManifestProblem]:
     try:
         parsed = parse_spec(job)
     except InvalidSpecError as error:
-        return [*problems, ManifestProblem("spec", str(error).removeprefix("spec."))]
+        return problems + [ManifestProblem(field, message) for field, message in error.problems]
     return problems + _check_rules(parsed)
 
 

@@ -35,7 +35,7 @@ class Mixture:
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         if not weights or min(weights) <= 0:
             raise ValueError("every weight of a mixture must be greater than 0")
-        self.quotas = _apportion(weights)
+        self.quotas = places_of(weights)
         if 0 in self.quotas:
             smallest = weights[self.quotas.index(0)]
             raise ValueError(
@@ -62,7 +62,7 @@ class Mixture:
         return order
 
 
-def _apportion(weights: Sequence[float]) -> list[int]:
+def places_of(weights: Sequence[float]) -> list[int]:
     """Number of samples of each corpus in a block, by largest remainder."""
     exact_quotas = [weight / sum(weights) * BLOCK for weight in weights]
     quotas = [int(share) for share in exact_quotas]

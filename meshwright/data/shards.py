@@ -32,6 +32,7 @@ from meshwright.data.files import Directory
 from meshwright.manifest_checksum import checksum_error, with_checksum
 
 MANIFEST = "meshwright-tokens.json"
+SHARD_SUFFIX = ".tokens"
 FORMAT = 1
 SHARD_TOKENS = 256 * 1024 * 1024
 
@@ -160,7 +161,7 @@ class ShardWriter:
         # A shard is large: free the documents before writing, and do not copy the bytes.
         content = np.concatenate(self._pending).view(np.uint8).data
         self._pending = []
-        name = f"{len(self._shards):05}.tokens"
+        name = f"{len(self._shards):05}{SHARD_SUFFIX}"
         path = self._directory / name
         with path.open("wb") as file:
             try:

@@ -24,7 +24,7 @@ from meshwright.planner.search.expand import TIE_TOLERANCE
 def place_best(plans: Sequence[Plan], inventory: Inventory, cost_model: CostModel | None) -> Placement:
     """The placement of the plan that is best on the free nodes. Its plan has the estimate for these nodes.
 
-    Among plans whose step takes at most 2% longer than the fastest, the first is chosen. Without a cost model, the
+    Among plans whose step takes at most 1% longer than the fastest, the first is chosen. Without a cost model, the
     first plan that fits is chosen.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec, Packing, Tokenizer
+from meshwright.data.corpus_mixture import places_of
 from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule
 
@@ -36,6 +37,11 @@ def _field_for_records(facts: Facts) -> bool:
 
 def _balance_has_documents(facts: Facts) -> bool:
     return not _data(facts).balance or _data(facts).packing is Packing.DOCUMENTS
+
+
+def _corpora_have_samples(facts: Facts) -> bool:
+    mixture = _data(facts).mixture
+    return not mixture or 0 not in places_of([part.weight for part in mixture])
 
 
 DATA_RULES: tuple[Rule[Facts], ...] = (
@@ -75,5 +81,12 @@ DATA_RULES: tuple[Rule[Facts], ...] = (
         "needs `data.format: JSONLines` or `Parquet`: remove it, or change the format",
         "!has(self.data) || self.data.format in ['JSONLines', 'Parquet'] || self.data.field == 'text'",
         _field_for_records,
+    ),
+    Rule(
+        "data.mixture",
+        "must have no weight below a thousandth of the sum of all weights, because such a corpus would have no "
+        "samples: raise it, or leave the corpus out",
+        None,
+        _corpora_have_samples,
     ),
 )

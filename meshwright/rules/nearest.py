@@ -15,6 +15,8 @@ from meshwright.rules.facts import Facts, ResolvedFacts
 from meshwright.rules.rule import Rule
 
 _PATH = re.compile(r"`((?:model|data|training|parallelism|checkpoint|workers|elastic)\.[A-Za-z0-9.]+|replicas|gpus)`")
+_ANOTHER_MODEL = ("model.positions",)
+"""Fields of which 0 is no smaller number, but another kind of model."""
 Checked = TypeVar("Checked", bound=ParallelTrainingJobSpec | ResolvedFacts)
 _SPAN = 2048
 """Largest distance from the value within which others are tried."""
@@ -81,7 +83,8 @@ def _nearest_values(path: str, facts: Any, rules: Sequence[Rule[Any]]) -> str:
         changed = _changed(facts, path.split("."), number)
         return all(rule.holds(changed) for rule in checked)
 
-    least, most = max(bounds[0], value - _SPAN), min(bounds[1], value + _SPAN)
+    first = max(1, bounds[0]) if path in _ANOTHER_MODEL else bounds[0]
+    least, most = max(first, value - _SPAN), min(bounds[1], value + _SPAN)
     return "" if (values := nearest(value, works, most, least)) == "none" else values
 
 

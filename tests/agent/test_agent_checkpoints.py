@@ -79,3 +79,43 @@ async def test_a_relative_path_is_below_the_directory_of_the_checkpoints(
     assert report.checkpoint is not None
     assert report.checkpoint.path == "/c/job-1/step-1"
     assert "resumes from /c/job-1/step-7" in agent.log
+
+
+RETAINS = """
+import json, os, time
+directory = os.environ["MESHWRIGHT_CHECKPOINT_DIR"]
+os.makedirs(directory)
+report = open(os.environ["MESHWRIGHT_REPORT_FILE"], "a", buffering=1)
+for step in (1, 2):
+    open(f"{directory}/step-{step}", "w").close()
+    report.write(json.dumps({"step": step, "checkpoint": f"step-{step}"}) + "\\n")
+    while not os.path.exists(f"{directory}/go-{step}"):
+        time.sleep(0.05)
+"""
+
+
+async def test_a_checkpoint_is_deleted_once_the_coordinator_knows_a_newer_one(
+    coordinator: Coordinator, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    saved = tmp_path / "checkpoints"
+    agent = start_agent(MESHWRIGHT_CHECKPOINT_DIR=str(saved))
+    hellos = await coordinator.gang(1, above=0)
+    run = command_run(python(RETAINS))
+    run.checkpoint = CheckpointSpec(claim_name="c", keep=1)
+    coordinator.announce(mesh(1, run, hellos, 1))
+
+    def known() -> bool:
+        """The agent has reported it again, so it has the answer to the first such report."""
+        return sum(report.checkpoint is not None for report in coordinator.reports) > 1
+
+    await until(known, 30, lambda: agent.log)
+    # The operator is away from here on: it knows step 1 only.
+    coordinator.answer_all(503)
+    (saved / "go-1").touch()
+    await until(lambda: "checkpoint saved step=2" in agent.log, 30, lambda: agent.log)
+    assert (saved / "step-1").exists(), "the next start would name it"
+    coordinator.answer_all(None)
+    await until(lambda: not (saved / "step-1").exists(), 30, lambda: agent.log)
+    assert (saved / "step-2").exists()
+    (saved / "go-2").touch()
+    await reported(coordinator, AgentState.COMPLETE, 1)

@@ -95,6 +95,17 @@ def test_what_the_system_refuses_is_one_line(text: Path, tmp_path: Path) -> None
         assert found.output.count("\n") == 1
 
 
+def test_tokens_are_not_written_next_to_other_files(text: Path, tmp_path: Path) -> None:
+    options = ("--format", "JSONLines", "--field", "body")
+    found = run("tokenize", text, text, *options)
+    assert (found.exit_code, [path.name for path in text.iterdir()]) == (1, ["a.jsonl"])
+    assert "contains `a.jsonl`: choose a new or an empty directory" in found.output
+    interrupted = tmp_path / "tokens"
+    interrupted.mkdir()
+    (interrupted / "00007.tokens").write_bytes(b"12")
+    assert run("tokenize", text, interrupted, *options).exit_code == 0
+
+
 def test_the_tokenizers_file_is_not_text(text: Path, tmp_path: Path, bpe_file: Path) -> None:
     (text / "tokenizer.json").write_bytes(bpe_file.read_bytes())
     options = ("--tokenizer", "BPE", "--tokenizer-file", text / "tokenizer.json")

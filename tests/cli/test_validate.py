@@ -144,6 +144,22 @@ def test_a_command_in_one_string_is_divided_into_words() -> None:
     assert problem.message.endswith(': write ["python", "my file.py", "--lr", "1"]')
 
 
+@pytest.mark.parametrize(("length", "values"), [(2048, "; got 1024, nearest: 2048"), (8192, "; got 1024")])
+def test_rotary_positions_are_no_fix_of_a_short_table(length: int, values: str) -> None:
+    job = changed("spec.model", {"preset": "gpt2"})
+    job["spec"]["training"]["sequenceLength"] = length
+    (problem,) = check_manifest(job)
+    assert problem.field == "spec.model.positions"
+    assert problem.message.endswith(f"because each position of a sequence needs a row{values}")
+
+
+def test_a_pattern_that_is_no_expression_is_named_with_its_field() -> None:
+    job = changed("spec.runtime", {"command": ["python", "t.py"], "progress": {"patterns": ["step (?P<step>"]}})
+    (problem,) = check_manifest(job)
+    assert problem.field == "spec.runtime.progress.patterns"
+    assert problem.message.startswith("pattern 0 (`step (?P<step>`) is not a regular expression: ")
+
+
 def test_numbers_of_a_preset_are_shown_and_the_value_that_works_for_all_rules_of_a_field() -> None:
     job = changed("spec.model", {"preset": "llama-3-8b"})
     job["spec"]["parallelism"] = {"tensor": 64}

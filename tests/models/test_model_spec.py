@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from meshwright.api.mixture import MixtureSpec
 from meshwright.api.model import ModelSpec
 from meshwright.api.model_parts import RopeScalingSpec
 from meshwright.models.huggingface.config_fields import ConfigError
@@ -77,6 +78,22 @@ def test_what_cannot_be_built_is_named(text: str, named: str) -> None:
         architecture_from_json(text)
     with pytest.raises(UnknownModelError, match=f"`model.huggingFace`: {named}"):
         resolve(ModelSpec(hugging_face=text))
+
+
+@pytest.mark.parametrize(
+    ("mixture", "traits", "named"),
+    [
+        ({"dense_layers": 1, "capacity_factor": 1.25}, {}, "Mixtral: .*`mixture.denseLayers` 0 there, 1 here"),
+        ({"balancing": "Bias"}, {"query_key_norms": True}, "Qwen3: `mixture.balancing` Auxiliary there, Bias here"),
+        ({"intermediate_size": 32}, {}, "`mixture.intermediateSize` 64 as in `intermediateSize` there, 32 here"),
+        ({}, {"attention_biases": True}, "Mixtral: `attentionBiases` false there, true here"),
+    ],
+)
+def test_what_no_published_type_has_is_named(mixture: dict[str, Any], traits: dict[str, bool], named: str) -> None:
+    model = to_model_spec(PRESETS["tiny"]).model_copy(update={"intermediate_size": 64, **traits})
+    spec = MixtureSpec(**{"experts": 4, "per_token": 2, "intermediate_size": 64, **mixture})
+    with pytest.raises(ConfigError, match=named):
+        config_from_architecture(resolve(model.model_copy(update={"mixture": spec})))
 
 
 def test_explicit_fields_have_ranges() -> None:

@@ -182,3 +182,14 @@ def outcome(spec: ParallelTrainingJobSpec) -> str:
     except PlanError as error:
         return error.reason
     return "runs"
+
+
+@pytest.mark.parametrize(("weight", "fits"), [(0.0001, False), (0.002, True)])
+def test_a_corpus_that_would_get_no_sample_is_refused_before_there_is_a_pod(weight: float, fits: bool) -> None:
+    corpora = [{"path": "web", "weight": 1}, {"path": "code", "weight": weight}]
+    spec = asked(model=SMALL, data={"source": "Files", "claimName": "text", "mixture": corpora})
+    if fits:
+        assert chosen(spec)
+        return
+    with pytest.raises(PlanError, match="`data.mixture` must have no weight below a thousandth"):
+        make_plans(spec, CLUSTER)

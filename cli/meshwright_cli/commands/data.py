@@ -17,7 +17,7 @@ from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
 from meshwright.data.documents import SkippedRecords
 from meshwright.data.errors import DataError
 from meshwright.data.files import Directory, FileEntry, open_directory
-from meshwright.data.shards import MANIFEST, SHARD_TOKENS, TokenShards, TokensManifest
+from meshwright.data.shards import MANIFEST, SHARD_SUFFIX, SHARD_TOKENS, TokenShards, TokensManifest
 from meshwright.data.tokenize import Progress as Done
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import open_tokenizer
@@ -104,10 +104,23 @@ def tokenize_command(
             def report_progress(done: Done) -> None:
                 bar.update(task, completed=done.bytes, total=done.of_bytes, description=done.file[-40:] or "done")
 
+            _check_target(target)
             entries = _without_tokens(token_source.files())
             manifest, skipped = tokenize(token_source, tokenizer, target, report_progress, shard_tokens, entries)
     _print_skipped(console, skipped)
     click.echo(_summary(manifest))
+
+
+def _check_target(target: Path) -> None:
+    """Text that has shards beside it is rejected as text, so a directory with other files is not written to.
+
+    Raises:
+        DataError: the directory has files that no interrupted run of the command has left.
+    """
+    names = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
+    others = [name for name in names if not name.startswith(".") and not name.endswith(SHARD_SUFFIX)]
+    if others and MANIFEST not in others:
+        raise DataError(f"{target} contains `{others[0]}`: choose a new or an empty directory for the tokens")
 
 
 @data.command("verify")

@@ -79,6 +79,11 @@ def upload(
     """
     if ".." in PurePosixPath(target).parts:
         raise click.ClickException(f"--to {target}: must not contain `..`")
+    if "/" in claim:
+        name, _, below = claim.partition("/")
+        raise click.ClickException(
+            f"{claim} is no name of a claim: pass a directory on it with --to: `{name} --to {below or 'DIRECTORY'}`"
+        )
     files = _files(directory)
     kubectl = _Kubectl(access)
     kubectl.run("get", "persistentvolumeclaim", claim)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from meshwright.api.parsing import field_path
+from meshwright.api.parsing import field_path, problem_text
 
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 UNLIMITED = {"cpu": "100000", "memory": "1Pi", "pods": "10000"}
@@ -100,7 +100,8 @@ def _from_list(path: Path, content: list[Any], gpu_resource: str) -> tuple[list[
             entry = NodeEntry.model_validate(raw)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise InventoryFileError(f"{path}: node {number}: {field_path(first['loc'])}: {first['msg']}") from None
+            where = f"{field_path(first['loc'])}: " if first["loc"] else ""
+            raise InventoryFileError(f"{path}: node {number}: {where}{problem_text(first)}") from None
         for node, pod in nodes_of(entry, gpu_resource):
             name = node["metadata"]["name"]
             if name in names:

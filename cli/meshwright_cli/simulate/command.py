@@ -11,7 +11,7 @@ import click
 import yaml
 from pydantic import ValidationError
 
-from meshwright.api.parsing import InvalidSpecError, field_path, parse_known_fields
+from meshwright.api.parsing import InvalidSpecError, field_path, parse_known_fields, problem_text
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.figures import format_number
 from meshwright.planner.cost.accelerators import accelerator
@@ -248,7 +248,7 @@ def _inputs(path: Path | None) -> Inputs:
         raise click.ClickException(f"{path}: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise click.ClickException(f"{path}: {field_path(first['loc'])}: {first['msg']}") from error
+        raise click.ClickException(f"{path}: {field_path(first['loc'])}: {problem_text(first)}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise click.ClickException(f"{path}: not valid YAML: {error}") from error
 

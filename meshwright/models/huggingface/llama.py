@@ -14,6 +14,7 @@ from meshwright.models.huggingface.model_type import (
     ExpertTensors,
     ModelType,
     check_mixture_fields,
+    other_mixture,
     read_numbers,
     write_numbers,
 )
@@ -87,10 +88,11 @@ def _write(model: Architecture) -> dict[str, Any]:
 def _write_mixtral(model: Architecture) -> dict[str, Any]:
     numbers, mixture = _write(model), _mixture_of(model)
     check_mixture_fields(mixture, "Mixtral", {"experts", "per_token", "intermediate_size"})
-    if model.attention_biases or mixture.intermediate_size != model.intermediate_size:
-        raise ConfigError(
-            "no Hugging Face model type that can be written has this mixture; the most similar is Mixtral"
-        )
+    if model.attention_biases:
+        raise ConfigError(other_mixture("Mixtral", "`attentionBiases` false there, true here"))
+    if mixture.intermediate_size != model.intermediate_size:
+        sizes = f"{model.intermediate_size} as in `intermediateSize` there, {mixture.intermediate_size} here"
+        raise ConfigError(other_mixture("Mixtral", f"`mixture.intermediateSize` {sizes}"))
     return {
         **numbers,
         "num_local_experts": mixture.experts,

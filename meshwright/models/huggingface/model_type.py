@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.api.mixture import Balancing, MixtureSpec
 from meshwright.api.model_parts import Activation
 from meshwright.models.architecture import Architecture
+from meshwright.models.differences import differing_fields
 from meshwright.models.huggingface.config_fields import ConfigError, ConfigFields
 from meshwright.models.huggingface.rope_scaling import read_scaling, write_scaling
 
@@ -138,9 +139,14 @@ def check_mixture_fields(mixture: MixtureSpec, name: str, fields: set[str]) -> N
     Raises:
         ConfigError: it differs. The message has the `name` of the most similar family.
     """
-    plain = MixtureSpec(**mixture.model_dump(include=fields))
-    unlike = plain.model_dump(exclude=TRAINING_FIELDS) != mixture.model_dump(exclude=TRAINING_FIELDS)
-    if unlike or mixture.balancing is Balancing.BIAS:
-        raise ConfigError(
-            f"no Hugging Face model type that can be written has this mixture; the most similar is {name}"
-        )
+    like = MixtureSpec(**mixture.model_dump(include=fields)).model_dump(mode="json", exclude=TRAINING_FIELDS)
+    here = mixture.model_dump(mode="json", exclude=TRAINING_FIELDS)
+    if mixture.balancing is Balancing.BIAS:
+        like["balancing"], here["balancing"] = Balancing.AUXILIARY.value, mixture.balancing.value
+    if unlike := differing_fields(like, here, "here", "mixture."):
+        raise ConfigError(other_mixture(name, "; ".join(unlike)))
+
+
+def other_mixture(name: str, difference: str) -> str:
+    """Why a mixture is not written: the most similar family, and how that differs."""
+    return f"no Hugging Face model type that can be written has this mixture; the most similar is {name}: {difference}"

@@ -181,10 +181,16 @@ def _nearest_that_fits(plan: Plan, now: int, fits_now: str, when_empty: int) -> 
     if not when_empty and fits_now:
         return f"Add nodes, or set {fits_now} to start now"
     if not when_empty:
-        replica = plan.layout.replica_size
-        if replica == 1:
+        most = plan.layout.data
+        replicas = next((count for count in range(1, most) if plan.allows_replicas(count)), most)
+        gpus = replicas * plan.layout.replica_size
+        if gpus == 1:
             return "Add nodes"
-        return f"Add nodes, or lower the degrees: one replica ({plan.replica_summary}) needs {count_gpus(replica)}"
+        needed = f"one replica ({plan.replica_summary}) needs"
+        if replicas > 1:
+            experts = f", EP {plan.layout.expert}" if plan.layout.expert > 1 else ""
+            needed = f"the fewest replicas, {replicas} of {plan.replica_summary}{experts}, need"
+        return f"Add nodes, or lower the degrees: {needed} {count_gpus(gpus)}"
     largest = f"{_size_to_set(plan, when_empty)}, the most that fits without other pods"
     if not fits_now:
         return f"Add nodes, or set {largest}"

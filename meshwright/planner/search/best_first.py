@@ -30,6 +30,7 @@ from meshwright.planner.search.expand import (
     estimate_cost,
     fastest_update,
     job_savings,
+    least_memory_sizes,
     least_recomputation,
     memory_savings,
     most_paired,
@@ -162,15 +163,19 @@ def _filled_in(request: SearchRequest, partial: _PartialLayout) -> Iterator[_Dec
             if can_fit(request, layout, size):
                 yield max(partial.bound, _layout_bound(request, layout, size)), None, size, None
     elif recomputed is None:
-        recomputed = least_recomputation(request, layout, sizes[0])
-        if recomputed is not None:
+        found = (least_recomputation(request, layout, size) for size in least_memory_sizes(sizes))
+        if fitting := [one for one in found if one is not None]:
+            recomputed = min(fitting, key=request.recomputations.index)
             yield max(partial.bound, _layout_bound(request, layout, sizes[-1], recomputed)), recomputed, None, None
     else:
-        for size in sizes:
-            recomputed = least_recomputation(request, layout, size, recomputed)
-            if recomputed is None:
-                return  # Larger micro-batches need more.
-            yield max(partial.bound, _layout_bound(request, layout, size, recomputed)), recomputed, size, None
+        at_least: ActivationCheckpointing | None = recomputed
+        for size in sizes[:-1]:
+            at_least = least_recomputation(request, layout, size, at_least)
+            if at_least is None:
+                break  # Larger micro-batches need more, except the only one of a step.
+            yield max(partial.bound, _layout_bound(request, layout, size, at_least)), at_least, size, None
+        if (alone := least_recomputation(request, layout, sizes[-1], recomputed)) is not None:
+            yield max(partial.bound, _layout_bound(request, layout, sizes[-1], alone)), alone, sizes[-1], None
 
 
 def _with_bounds(request: SearchRequest, all_layouts: Iterable[Layout]) -> Iterator[tuple[Layout, float]]:

@@ -10,7 +10,7 @@ from meshwright.planner.errors import PlanError
 from meshwright.planner.search.candidate import Candidate, FittingLayout
 from meshwright.planner.search.expand import estimate_cost, least_memory_strategies
 from meshwright.planner.search.request import SearchRequest
-from meshwright.planner.search.search_space import layouts, request_tiers
+from meshwright.planner.search.search_space import layouts, micro_batch_sizes, request_tiers
 from meshwright.planner.units import GIB, count_gpus, format_bytes
 from meshwright.rules.parallelism import MAX_WORKERS
 
@@ -92,9 +92,10 @@ def plan_error(request: SearchRequest) -> PlanError:
     if closest is None:
         return _no_candidate(request)
     used, memory = closest.strategy, closest.memory
+    batches = "1 micro-batch" if used.micro_batches == 1 else f"{used.micro_batches} micro-batches"
     return PlanError(
-        f"the model does not fit: TP {used.tensor} x PP {used.pipeline} with {used.micro_batches} micro-batches needs "
-        f"the least memory, {format_bytes(memory.total)} per GPU ({memory_text(memory)}), "
+        f"the model does not fit: TP {used.tensor} x PP {used.pipeline} with {batches} needs the least memory, "
+        f"{format_bytes(memory.total)} per GPU ({memory_text(memory)}), "
         f"and GPUs have {format_bytes(request.memory_limit(1))} usable. "
         f"Raise {_fields_to_raise(request, used)}, shorten `training.sequenceLength`, or add larger GPUs"
         f"{_sharded_gradients_hint(request, used)}",
@@ -105,22 +106,33 @@ def plan_error(request: SearchRequest) -> PlanError:
 
 def _sharded_gradients_hint(request: SearchRequest, used: Strategy) -> str:
     """A hint, if only the full gradients that accumulate over micro-batches do not fit."""
-    settings = used.settings
+    settings, sizes = used.settings, micro_batch_sizes(request, used.layout)
+    if sizes and used.micro_batches == 1:
+        # Without the accumulated gradients, smaller micro-batches need less.
+        used = replace(used, micro_batches=used.micro_batch_size // sizes[0], micro_batch_size=sizes[0])
     accumulates = used.zero_stage >= 2 and used.micro_batches > 1 and request.runtime.stores_masters
     if not accumulates or settings.flat or settings.reduces_each or not settings.master_weights:
         return ""
+    alone = replace(used, micro_batches=1, micro_batch_size=used.micro_batches * used.micro_batch_size)
+    if used.pipeline == 1 and _fits(request, alone):
+        return ". It fits with `parallelism.microBatches: 1`"
     if used.pipeline > 1 and used.schedule_kind.mixes_backward:
         return ""
     reducing = replace(used, settings=replace(settings, reduces_each=True))
-    if worst_stage(request.work, reducing, request.runtime).total > request.memory_limit(1):
+    if not _fits(request, reducing):
         return ""
     return ". It fits with `parallelism.dataParallel.reduceEveryMicroBatch: true` (Experimental)"
+
+
+def _fits(request: SearchRequest, strategy: Strategy) -> bool:
+    return worst_stage(request.work, strategy, request.runtime).total <= request.memory_limit(1)
 
 
 def _fields_to_raise(request: SearchRequest, used: Strategy) -> str:
     """The fields whose larger values need less memory, as text. What is left out was raised already."""
     pins = request.pins
-    fields = ["`parallelism.zeroStage`"] if pins.zero_stage is not None else []
+    raisable = pins.zero_stage is not None and pins.zero_stage < request.techniques.zero_stages[-1]
+    fields = ["`parallelism.zeroStage`"] if raisable else []
     if pins.micro_batches is not None and used.micro_batch_size > 1:
         fields.append("`parallelism.microBatches`")
     more = "gpus" if pins.data is None else "replicas"

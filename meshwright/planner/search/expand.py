@@ -418,6 +418,15 @@ def _fits_any_gpu(request: SearchRequest, strategy: Strategy) -> bool:
     return memory_within(request.work, strategy, request.runtime, request.memory_limit(1)) is not None
 
 
+def least_memory_sizes(sizes: list[int]) -> list[int]:
+    """The sizes of micro-batches, of those in ascending order, that can need the least memory.
+
+    The smallest needs the least for activations. The largest may be the only micro-batch of a step: then FSDP never has
+    gradients of entire layers for longer than their reduction.
+    """
+    return sorted({*sizes[:1], *sizes[-1:]})
+
+
 def least_memory_strategies(request: SearchRequest, layout: Layout, size: int | None = None) -> Iterator[Strategy]:
     """Yield the strategies of a layout that can need the least memory.
 
@@ -432,13 +441,12 @@ def least_memory_strategies(request: SearchRequest, layout: Layout, size: int | 
             for stage in stages_to_try(request, layout, order):
                 choices = Choices(order, None, method if layout.context > 1 else None, stage)
                 if _ranks_accept(request, layout, sizes, choices):
-                    yield job_strategy(request, layout, sizes[0], choices)
+                    yield from (job_strategy(request, layout, one, choices) for one in least_memory_sizes(sizes))
         return
     if size is None:
-        sizes = micro_batch_sizes(request, layout)
-        if not sizes:
-            return
-        size = sizes[0]
+        for one in least_memory_sizes(micro_batch_sizes(request, layout)):
+            yield from least_memory_strategies(request, layout, one)
+        return
     pins, techniques = request.pins, request.techniques
     schedule, offload = request.least_memory_schedule, request.fixed.optimizer_offload
     recompute = request.recomputations[-2:]

@@ -223,8 +223,8 @@ def micro_batch_sizes(request: SearchRequest, layout: Layout, schedule: Pipeline
 
     There is at least one micro-batch for each stage, and without a machine, which could estimate the bubble, at least
     `MICRO_BATCHES_PER_STAGE`. If the batch is too small, micro-batches are as small as possible. For more than
-    `MAX_EVERY_DEGREE` GPUs only sizes up to `MAX_MICRO_BATCH` are tried. Without a job, and for more than
-    `MAX_EVERY_SIZE` GPUs, only powers of two of these.
+    `MAX_EVERY_DEGREE` GPUs, and without a job, only sizes up to `MAX_MICRO_BATCH` are tried. For more than
+    `MAX_EVERY_SIZE` GPUs, and without a job for more than `MAX_EVERY_DEGREE`, only powers of two of these.
 
     Args:
         request: the search.
@@ -239,7 +239,7 @@ def micro_batch_sizes(request: SearchRequest, layout: Layout, schedule: Pipeline
     else:
         sizes = divisors(replica_batch)
         if request.job is None or (not request.order_of_preference and request.gpus > MAX_EVERY_DEGREE):
-            powers_only = request.job is None or request.gpus > MAX_EVERY_SIZE
+            powers_only = request.gpus > (MAX_EVERY_DEGREE if request.job is None else MAX_EVERY_SIZE)
             sizes = [one for one in sizes if one <= MAX_MICRO_BATCH and (not powers_only or one & (one - 1) == 0)]
     if schedule is not None:
         accepts = kind_of(schedule).accepts

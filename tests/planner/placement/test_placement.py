@@ -360,6 +360,11 @@ def test_a_replica_that_is_larger_than_the_cluster_reads_the_degrees_to_lower() 
     message = fit_message(plan_of(2, 4, 2, 2), inventory(*racks(1, 3, 2)))
     assert message.endswith("Add nodes, or lower the degrees: one replica (TP 2 x PP 4) needs 8 GPUs")
     assert "Free " not in message
+    # Experts are spread over two replicas, so one alone, which would fit, cannot run.
+    plan = plan_of(1, 2, 4, 2)
+    spread = replace(plan, strategy=replace(plan.strategy, expert=2))
+    message = fit_message(spread, inventory(*racks(1, 1, 2)))
+    assert message.endswith("Add nodes, or lower the degrees: the fewest replicas, 2 of TP 1 x PP 2, EP 2, need 4 GPUs")
 
 
 def test_excluded_nodes_count_when_a_job_is_compared_with_its_cluster() -> None:

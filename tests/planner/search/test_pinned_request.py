@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.estimate import machine_for
 from meshwright.planner.search.best_first import ranked_layouts, search
+from meshwright.planner.search.errors import plan_error
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.spec_request import pinned_request
 from meshwright.planner.workload import TrainingJob
@@ -85,3 +87,38 @@ def test_the_context_degree_is_fixed_where_sequences_are_not_shared(
     changes: dict[str, Any], context: int | None
 ) -> None:
     assert request(spec(**changes)).pins.context == context
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"microBatches": 4}, r"Raise `replicas`, .*It fits with `parallelism.microBatches: 1`"),
+        (
+            {"batch": 1024},
+            "with 1 micro-batch needs .*It fits with `parallelism.dataParallel.reduceEveryMicroBatch: true`",
+        ),
+    ],
+)
+def test_what_full_gradients_do_not_leave_room_for_is_told(changes: dict[str, int], told: str) -> None:
+    degrees = {name: value for name, value in changes.items() if name != "batch"}
+    asked = spec(
+        model={"preset": "qwen3-32b"},
+        replicas=64,
+        training={**TRAINING, "globalBatchSize": changes.get("batch", 256), "activationCheckpointing": "Full"},
+        parallelism={"tensor": 1, "pipeline": 1, "context": 1, "zeroStage": 3, **degrees},
+    )
+    assert re.search(told, str(plan_error(request(asked))))
+
+
+@pytest.mark.parametrize("size", [{"replicas": 64}, {"replicas": 1, "gpus": 64}])
+def test_a_step_of_one_micro_batch_may_be_the_only_one_that_fits(size: dict[str, int]) -> None:
+    """FSDP has full gradients between micro-batches: here 122 GiB."""
+    asked = spec(
+        model={"preset": "qwen3-32b"},
+        training={**TRAINING, "globalBatchSize": 256},
+        parallelism={"tensor": 1, "pipeline": 1, "context": 1, "zeroStage": 3},
+        **size,
+    )
+    best = search(request(asked)).best
+    assert (best.strategy.data, best.strategy.micro_batches) == (64, 1)
+    assert best.estimate.memory.total < MACHINE.gpu.memory

@@ -160,6 +160,23 @@ LONG: dict[str, Any] = {
 SHARDED = {"tensor": 1, "pipeline": 1, "zeroStage": 3}
 
 
+def test_with_every_degree_free_no_layout_is_slower_than_the_plan_of_the_job() -> None:
+    """A batch of 60 divides into micro-batches of 3, 5 and others that are no powers of two."""
+    spec = spec_of(
+        model={"preset": "llama-3-8b"},
+        gpus=60,
+        replicas=1,
+        training={"steps": 10, "globalBatchSize": 60, "sequenceLength": 4096, "precision": "bf16"},
+        workers={"image": "worker", "gpusPerWorker": 8},
+    )
+    nodes = cluster(8)
+    plan = make_plan(spec, nodes)
+    cost_model = cost_model_for(spec, plan.architecture, nodes)
+    assert cost_model is not None
+    assert plan.estimate is not None
+    assert search(search_request(spec, cost_model, 64)).best.seconds <= plan.estimate.seconds
+
+
 def test_nothing_is_recomputed_while_a_layout_fits_without() -> None:
     plan = make_plan(spec_of(**{**LONG, "training": {**LONG["training"], "sequenceLength": 4096}}), cluster(8))
     assert plan.to_status().activation_checkpointing == "None"

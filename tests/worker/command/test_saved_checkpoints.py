@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.api import labels
 from meshwright_worker.command import saved_checkpoints
 from meshwright_worker.command.saved_checkpoints import LIST_NAME, SavedCheckpoints
 from tests.patience import patient
@@ -89,6 +90,24 @@ async def test_the_newest_are_retained_also_by_another_pod(tmp_path: Path) -> No
     assert names(tmp_path) == ["step-35", "step-40"]
     assert await checkpoints(tmp_path, keep=1).accept(36, save(tmp_path, 36))
     assert names(tmp_path) == ["step-36"]
+
+
+async def test_what_the_next_start_would_name_stays_until_the_operator_knows_a_newer_one(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    resumed = {labels.ENV_RESUME_PATH: str(tmp_path / "step-10")}
+    assert await checkpoints(tmp_path, keep=1).accept(10, "step-10")
+    saved = SavedCheckpoints(tmp_path, None, 1, resumed)
+    assert await saved.accept(20, "step-20")
+    assert names(tmp_path) == ["step-10", "step-20"], "the pod may be lost before it has reported step 20"
+    await saved.delivered("step-20")
+    assert names(tmp_path) == ["step-20"]
+    assert await saved.accept(30, save(tmp_path, 30))
+    assert await saved.accept(40, save(tmp_path, 40))
+    assert names(tmp_path) == ["step-20", "step-40"], "an operator that is away costs one checkpoint"
+    await saved.delivered("step-40")
+    assert names(tmp_path) == ["step-40"]
+    assert json.loads((tmp_path / LIST_NAME).read_text()) == [[40, str(tmp_path / "step-40")]]
 
 
 async def test_a_checkpoint_that_is_overwritten_is_not_deleted(tmp_path: Path) -> None:

@@ -61,6 +61,17 @@ def test_digest_is_what_the_replicas_of_a_run_add_up_to(tmp_path, monkeypatch, c
     assert shorter == of_two_replicas(tmp_path, 5) != found
 
 
+def test_a_batch_that_follows_the_replicas_needs_the_number_of_samples(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 20)
+    elastic = {"maxReplicas": 2, "scaledBatch": {"replicas": 1, "learningRate": "Constant"}}
+    job = manifest(tmp_path / "job.yaml", TRAINING, elastic=elastic, checkpoint={"claimName": "c"})
+    with pytest.raises(SystemExit):
+        printed(monkeypatch, capsys, job, "--data", str(tmp_path))
+    assert "pass --samples" in capsys.readouterr().err
+    found = printed(monkeypatch, capsys, job, "--data", str(tmp_path), "--samples", "20")
+    assert found == of_two_replicas(tmp_path, 5)
+
+
 def test_islands_with_separate_corpora_each_read_their_own(tmp_path, monkeypatch, capsys) -> None:
     for island in range(2):
         directory = tmp_path / f"island-{island}"

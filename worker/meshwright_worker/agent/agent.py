@@ -121,7 +121,12 @@ class Agent:
 
     def _start_coordinator_tasks(self, client: CoordinatorClient) -> None:
         self._heartbeat = Heartbeat(
-            client, self._build_report, self._event_queue, self._settings.report_seconds, self._on_reply
+            client,
+            self._build_report,
+            self._event_queue,
+            self._settings.report_seconds,
+            self._on_reply,
+            self._on_delivered,
         )
         self._poll = MeshPoll(
             client,
@@ -214,6 +219,10 @@ class Agent:
             self._event_queue.put_nowait(LeaveRequested(reply.leave))
         if reply.checkpoint_request is not None:
             self._event_queue.put_nowait(CheckpointRequested(reply.generation, reply.checkpoint_request))
+
+    def _on_delivered(self, report: WorkerReport) -> None:
+        if report.checkpoint is not None:
+            self._launcher.checkpoint_delivered(report.checkpoint.path)
 
     def _on_signal(self, name: str) -> None:
         self._shutdown_requested.set()

@@ -174,8 +174,11 @@ class Heartbeat:
         event_queue: EventQueue,
         interval: float,
         on_reply: Callable[[ReportReply], None],
+        on_delivered: Callable[[WorkerReport], None] = lambda _: None,
     ) -> None:
+        """`on_delivered` gets each report that the coordinator has accepted."""
         self._client = client
+        self._on_delivered = on_delivered
         self._build_report = report
         self._event_queue = event_queue
         self._shortest = self._interval = interval
@@ -192,7 +195,8 @@ class Heartbeat:
         while True:
             self._changed.clear()
             try:
-                reply = await self._client.report(self._build_report())
+                report = self._build_report()
+                reply = await self._client.report(report)
             except SupersededError:
                 self._event_queue.put_nowait(ShutdownRequested(EXIT_DRAINED, "the job no longer wants this pod"))
                 await asyncio.sleep(self._interval)
@@ -204,6 +208,7 @@ class Heartbeat:
                 self._interval = min(max(self._shortest, reply.report_seconds), LONGEST_REPORT_SECONDS)
                 # Agents of a large job do not all come back at once when the operator restarts.
                 backoff.longest = max(LAST_RETRY_SECONDS, self._interval)
+                self._on_delivered(report)
                 self._on_reply(reply)
                 await self._wait()
 
@@ -215,7 +220,8 @@ class Heartbeat:
             try:
                 # A request may be several: for another session, or for a new CA bundle.
                 async with asyncio.timeout(remaining):
-                    await self._client.report(self._build_report(), seconds=remaining)
+                    report = self._build_report()
+                    await self._client.report(report, seconds=remaining)
             except TimeoutError:
                 return False
             except (SupersededError, RejectedError, IncompatibleError):
@@ -223,6 +229,7 @@ class Heartbeat:
             except UnavailableError:
                 await asyncio.sleep(min(backoff.delay(), max(0.0, end - time.monotonic())))
             else:
+                self._on_delivered(report)
                 return True
         return False
 

@@ -8,10 +8,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from meshwright.api import labels
 from meshwright.protocol.messages import ReplicaGroup
@@ -75,6 +76,7 @@ class Launcher:
         self._directory: TemporaryDirectory[str] | None = None
         self._written: dict[int, RankOutput] = {}
         self._supervisors: set[asyncio.Task[None]] = set()
+        self._saved: SavedCheckpoints | None = None
         self._end_store: Callable[[], None] = lambda: None
 
     @property
@@ -205,10 +207,11 @@ class Launcher:
                 )
                 if rank == 0:
                     warn_of_launcher(run.command)
+                    self._saved = self._checkpoints(run, full_environment)
                     handle = replace(
                         handle,
                         patterns=_log_patterns(run),
-                        checkpoints=self._checkpoints(run, full_environment),
+                        checkpoints=self._saved,
                         checkpoint_directory=self._settings.checkpoint_dir,
                     )
         except (ForkServerError, OSError, ValueError) as error:
@@ -217,10 +220,19 @@ class Launcher:
         if start.document.numa_binding is not False:
             bind_to_numa_node(handle.pid, rank - start.member.first_rank, start.member.ranks)
         self._written[rank] = handle.written
-        supervisor = asyncio.create_task(supervise(handle, start.document.generation, self._event_queue, write_line))
+        self._watch(supervise(handle, start.document.generation, self._event_queue, write_line))
+        return handle.pid
+
+    def _watch(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run it in the background, until `close`."""
+        supervisor = asyncio.create_task(coroutine)
         self._supervisors.add(supervisor)
         supervisor.add_done_callback(self._supervisors.discard)
-        return handle.pid
+
+    def checkpoint_delivered(self, path: str) -> None:
+        """The operator knows a checkpoint that the user's command has reported, or that of the built-in runtime."""
+        if self._saved is not None:
+            self._watch(self._saved.delivered(path))
 
     def _checkpoints(self, run: CommandRun, environment: Mapping[str, str]) -> SavedCheckpoints | None:
         """What to do with the checkpoints that the command reports. None if they need no more than to be reported."""

@@ -1,7 +1,8 @@
 """The checkpoints that a user's command reports: each is verified before it counts, and old ones are deleted.
 
 Paths that are not absolute are below the checkpoints' directory. Only what is below it is ever deleted. A file of that
-directory lists the checkpoints, because the pod that reports the next one may be another.
+directory lists the checkpoints, because the pod that reports the next one may be another. The newest one that the
+operator knows stays, however many are retained: the next start names it, and it cannot name one that it does not know.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import posixpath
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.api import labels
@@ -37,7 +38,7 @@ def place_of(directory: str | None, path: str) -> str:
     return path if directory is None or "://" in path else posixpath.join(directory, path)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SavedCheckpoints:
     """What to do with the checkpoints of one job."""
 
@@ -47,18 +48,39 @@ class SavedCheckpoints:
     keep: int | None
     """Number of checkpoints to retain. None: all."""
     environment: Mapping[str, str]
+    _known: str | None = field(init=False)
+    """Where the newest one is that the operator knows."""
+    _listing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        self._known = self.environment.get(labels.ENV_RESUME_PATH)
 
     async def accept(self, step: int, path: str) -> bool:
         """Whether a checkpoint counts. If it does, the oldest ones may be deleted."""
-        place = place_of(str(self.directory) if self.directory is not None else None, path)
+        place = self._place_of(path)
         if self.verify is not None and not await self._is_valid(step, place):
             return False
-        if self.keep is not None and self.directory is not None:
-            try:
-                await asyncio.to_thread(self._retain, self.directory, step, place, self.keep)
-            except OSError as error:
-                log.warning("old checkpoints cannot be deleted: %s", error)
+        await self._retain_newest((step, place))
         return True
+
+    async def delivered(self, path: str) -> None:
+        """The operator knows this checkpoint. The one that it knew before may be deleted."""
+        place = self._place_of(path)
+        if place != self._known:
+            self._known = place
+            await self._retain_newest()
+
+    def _place_of(self, path: str) -> str:
+        return place_of(str(self.directory) if self.directory is not None else None, path)
+
+    async def _retain_newest(self, *newest: tuple[int, str]) -> None:
+        if self.keep is None or self.directory is None:
+            return
+        try:
+            async with self._listing:
+                await asyncio.to_thread(self._retain, self.directory, newest, self.keep)
+        except OSError as error:
+            log.warning("old checkpoints cannot be deleted: %s", error)
 
     async def _is_valid(self, step: int, place: str) -> bool:
         assert self.verify is not None
@@ -91,12 +113,12 @@ class SavedCheckpoints:
             )
         return process.returncode == 0
 
-    def _retain(self, directory: Path, step: int, place: str, keep: int) -> None:
-        """List the checkpoint as the newest one, and delete those that are too many."""
-        listed = [entry for entry in _read(directory / LIST_NAME) if entry[1] != place]
-        listed.append((step, place))
-        kept = listed[-keep:]
-        for _, old in listed[:-keep]:
+    def _retain(self, directory: Path, newest: Sequence[tuple[int, str]], keep: int) -> None:
+        """List the newest checkpoint, if there is a new one, and delete those that are too many."""
+        places = {place for _, place in newest}
+        listed = [*(entry for entry in _read(directory / LIST_NAME) if entry[1] not in places), *newest]
+        kept = [*(entry for entry in listed[:-keep] if entry[1] == self._known), *listed[-keep:]]
+        for _, old in (entry for entry in listed if entry not in kept):
             # One that contains a newer one is deleted with that.
             if not any(Path(newer).is_relative_to(old) for _, newer in kept):
                 _delete(directory, Path(old))
