@@ -7,7 +7,7 @@ from meshwright.api.spec import UpdatePolicy
 from meshwright.rules.rule import Rule
 
 
-def _reports_checkpoints(spec: Spec) -> bool:
+def _has_own_checkpoints(spec: Spec) -> bool:
     reports = spec.checkpoint is not None and spec.runtime.command is None
     return reports or spec.update_policy is not UpdatePolicy.AT_CHECKPOINT
 
@@ -22,9 +22,8 @@ PREEMPTION_RULES: tuple[Rule[Spec], ...] = (
     ),
     Rule(
         "updatePolicy",
-        "must not be `AtCheckpoint` without `checkpoint` or with `runtime.command`, whose checkpoints are not reported:"
-        " use `Now` or `OnRestart`",
+        "must not be `AtCheckpoint` without `checkpoint` or with `runtime.command`: use `Now` or `OnRestart`",
         "self.updatePolicy != 'AtCheckpoint' || (has(self.checkpoint) && !has(self.runtime.command))",
-        _reports_checkpoints,
+        _has_own_checkpoints,
     ),
 )
