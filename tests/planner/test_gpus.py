@@ -172,13 +172,16 @@ def test_a_budget_of_more_gpus_than_the_most_workers_have_names_that_limit() -> 
 
 
 def test_a_model_that_does_not_fit_reads_only_fields_that_would_help() -> None:
-    """Micro-batches of one row cannot be smaller. 512 replicas of 16 GPUs are as many as 1024 workers have."""
+    """Micro-batches of one row cannot be smaller. 512 replicas of 16 GPUs are as many as 1024 workers have. A replica's
+    only micro-batch is too large with 128 rows, and several accumulate gradients.
+    """
     with pytest.raises(PlanError, match="Raise `gpus`, shorten"):
         make_plan(llama(gpus=1, workers={"image": "worker", "gpusPerWorker": 1}), H100)
     training = {**LLAMA["training"], "globalBatchSize": 16384}
     pinned = {"microBatches": 1}
     with pytest.raises(PlanError, match="Raise `parallelism.microBatches` or `gpus`, shorten"):
         make_plan(llama(gpus=8, training=training, parallelism=pinned), H100)
+    training["globalBatchSize"] = 65536
     with pytest.raises(PlanError, match=r"Raise `workers.gpusPerWorker` \(a job has at most 1024 workers, here of 8"):
         make_plan(llama(model={"preset": "llama-3.1-405b"}, replicas=512, training=training), H100)
 
