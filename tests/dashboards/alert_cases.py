@@ -314,10 +314,9 @@ def checkpoint_cases() -> list[Case]:
     ]
 
 
-def speed_cases() -> list[Case]:
-    """Cases of alerts about time and speed."""
+def goodput_cases() -> list[Case]:
+    """Cases of the alert about the time that went into steps."""
     seconds = {cause: of_job("ptj_job_seconds_total", cause=cause) for cause in ("Training", "Restarting", "Queued")}
-    tokens, slow = of_job("ptj_tokens_total"), "0+60000x240 14430000+30000x60"
     return [
         Case(
             "PTJGoodputLow",
@@ -364,6 +363,13 @@ def speed_cases() -> list[Case]:
         Case(
             "PTJGoodputLow", "a new job", {**INFO, seconds["Training"]: "0+30x90", seconds["Restarting"]: "0+30x90"}, 85
         ),
+    ]
+
+
+def speed_cases() -> list[Case]:
+    """Cases of alerts about speed."""
+    tokens, slow = of_job("ptj_tokens_total"), "0+60000x240 14430000+30000x60"
+    return [
         Case(
             "PTJThroughputDrop",
             "half as fast",
@@ -490,6 +496,7 @@ CASES = [
     *progress_cases(),
     *restart_cases(),
     *checkpoint_cases(),
+    *goodput_cases(),
     *speed_cases(),
     *loss_and_placement_cases(),
 ]

@@ -100,7 +100,7 @@ async def profile_job(
     """Profile ranks of a job that runs.
 
     Args:
-        reader: of the cluster.
+        reader: reads the job and its pods.
         job: a job that runs.
         ranks: ranks; None: all.
         steps: the steps, or how many of the next ones.

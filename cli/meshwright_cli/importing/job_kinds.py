@@ -27,6 +27,10 @@ class Group:
     pods: int
     template: Fields
 
+    def read(self) -> Pods:
+        """What the template says, without a mark that it was read."""
+        return read_pods(Fields(self.template.raw, self.template.path), CONTAINERS)
+
 
 @dataclass(slots=True)
 class Gang:
@@ -60,12 +64,9 @@ def _pytorch_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> Gang:
     processes = spec.get("nprocPerNode") or elastic.get("nProcPerNode")
     restarts = policy.integer("backoffLimit")
     most_restarts = elastic.integer("maxRestarts")
-    found = _of_policy(policy)
+    found = _of_run_policy(policy)
     found["recovery"] = {"maxRestarts": 0 if never else most_restarts if restarts is None else restarts}
     found["successPolicy"] = "FirstWorker" if "Master" in roles else None
-    scheduling = policy.child("schedulingPolicy")
-    found["priorityClassName"] = scheduling.get("priorityClass")
-    scheduling.ignore("minAvailable")
     pods = (elastic.integer("minReplicas"), elastic.integer("maxReplicas"))
     return Gang(groups, _text(processes), found, pods=pods, notes=[_BY_CODE] if by_code else [])
 
@@ -77,7 +78,9 @@ def _mpi_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> Gang:
         raise ImportFileError("`spec.mpiReplicaSpecs` must have `Launcher` and `Worker`")
     launcher, worker = roles.child("Launcher"), roles.child("Worker")
     gang = Gang([Group("Worker", _number(worker, "replicas"), worker.child("template"))])
-    gang.launcher = read_pods(Fields(launcher.get("template"), "spec.mpiReplicaSpecs.Launcher.template"), CONTAINERS)
+    starting = Group("Launcher", 1, launcher.child("template"))
+    gang.launcher = starting.read()
+    starting.template.ignore_all()
     for role in (launcher, worker):
         role.ignore("replicas", "restartPolicy")
     gang.processes = _text(spec.get("slotsPerWorker"))
@@ -85,11 +88,8 @@ def _mpi_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> Gang:
         gang.groups[0].pods += 1
         gang.notes.append("the launcher, which runs ranks too, becomes a worker")
     policy = spec.child("runPolicy")
-    gang.spec = _of_policy(policy)
+    gang.spec = _of_run_policy(policy)
     gang.spec["recovery"] = {"maxRestarts": policy.integer("backoffLimit")}
-    scheduling = policy.child("schedulingPolicy")
-    gang.spec["priorityClassName"] = scheduling.get("priorityClass")
-    scheduling.ignore("minAvailable")
     spec.ignore("launcherCreationPolicy", "mpiImplementation", "sshAuthMountPath", "mainContainer")
     return gang
 
@@ -196,6 +196,13 @@ def _of_policy(policy: Fields) -> dict[str, Any]:
         "ttlSecondsAfterFinished": policy.integer("ttlSecondsAfterFinished"),
         "managedBy": manager,
     }
+
+
+def _of_run_policy(policy: Fields) -> dict[str, Any]:
+    """The fields of Kubeflow's `runPolicy`."""
+    scheduling = policy.child("schedulingPolicy")
+    scheduling.ignore("minAvailable")
+    return {**_of_policy(policy), "priorityClassName": scheduling.get("priorityClass")}
 
 
 def _number(fields: Fields, name: str) -> int:

@@ -84,8 +84,8 @@ def _is_launcher(gang: Gang, group: Group, groups: Sequence[Group]) -> bool:
     """Whether a group only runs `mpirun`, which starts the ranks in the pods of others by SSH. It becomes the launcher
     of the gang.
     """
-    pods = _pods_of(group)
-    waiting = any(_runs_sshd(_pods_of(other).command) for other in groups if other is not group)
+    pods = group.read()
+    waiting = any(_runs_sshd(other.read().command) for other in groups if other is not group)
     if gang.launcher is not None or pods.gpus or not waiting or not without_launcher(pods.command).is_mpi:
         return False
     gang.launcher = pods
@@ -97,13 +97,8 @@ def _runs_sshd(command: Sequence[str]) -> bool:
     return any("sshd" in word for word in command)
 
 
-def _pods_of(group: Group) -> Pods:
-    """What a group's template says, without a mark that it was read."""
-    return read_pods(Fields(group.template.raw, group.template.path), CONTAINERS)
-
-
 def _gpus(group: Group) -> int:
-    return _pods_of(group).gpus
+    return group.read().gpus
 
 
 def _spec(gang: Gang, pods: Pods) -> dict[str, Any]:

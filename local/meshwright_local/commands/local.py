@@ -24,8 +24,7 @@ from meshwright_local.commands.faults import directory_option, running_directory
 from meshwright_local.daemon import READY_FILE, cluster_options, daemon_pid, provider_of
 from meshwright_local.kube.client import REQUEST_ERRORS, ApiClient
 from meshwright_local.kube.kubeconfig import Connection
-from meshwright_local.kube.pod_phase import has_ended
-from meshwright_local.kube.resources import NODES, PODS
+from meshwright_local.kube.resources import NODES, PODS, has_ended
 from meshwright_local.scheduler.resource_requests import allocatable, pod_requests
 
 _START_SECONDS = 60.0

@@ -9,9 +9,8 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.controllers.base import Controller, Key, controller_of
 from meshwright_local.controllers.replica_sets import ready_for
 from meshwright_local.kube import timestamps
-from meshwright_local.kube.pod_phase import has_ended
 from meshwright_local.kube.reflector import Change, Informers
-from meshwright_local.kube.resources import BUDGETS, DEPLOYMENTS, PODS, REPLICA_SETS, key_of
+from meshwright_local.kube.resources import BUDGETS, DEPLOYMENTS, PODS, REPLICA_SETS, has_ended, key_of
 from meshwright_local.kube.selectors import labels_match
 
 _EVICTION_SECONDS = 120.0

@@ -17,9 +17,8 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.controllers.base import Controller, Key
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import STRATEGIC_PATCH
-from meshwright_local.kube.pod_phase import has_ended
 from meshwright_local.kube.reflector import Change, ChangeType, Informers
-from meshwright_local.kube.resources import LEASE_NAMESPACE, LEASES, NODES, PODS, key_of
+from meshwright_local.kube.resources import LEASE_NAMESPACE, LEASES, NODES, PODS, has_ended, key_of
 from meshwright_local.kube.selectors import toleration_covers
 
 NOT_READY = "node.kubernetes.io/not-ready"

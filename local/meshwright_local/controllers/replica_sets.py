@@ -8,9 +8,8 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.controllers.base import Controller, Key, controller_of, owner_key
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import ApiClient
-from meshwright_local.kube.pod_phase import has_ended
 from meshwright_local.kube.reflector import Informers
-from meshwright_local.kube.resources import PODS, REPLICA_SETS, key_of
+from meshwright_local.kube.resources import PODS, REPLICA_SETS, has_ended, key_of
 
 
 class ReplicaSetController(Controller):

@@ -15,9 +15,8 @@ from pathlib import Path
 from meshwright.api.objects import KubeObject
 from meshwright_local.controllers.base import Controller, Key
 from meshwright_local.kube.client import ApiError
-from meshwright_local.kube.pod_phase import has_ended
 from meshwright_local.kube.reflector import Change, Informers
-from meshwright_local.kube.resources import CLAIMS, PODS, VOLUMES, key_of
+from meshwright_local.kube.resources import CLAIMS, PODS, VOLUMES, has_ended, key_of
 
 STORAGE_CLASS = "local-directory"
 PROVISIONER = "meshwright.dev/local-directory"

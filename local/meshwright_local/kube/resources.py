@@ -1,4 +1,4 @@
-"""API resources: the URL paths of each kind on a Kubernetes API server."""
+"""API resources: the URL paths of each kind on a Kubernetes API server, and what raw objects say."""
 
 from __future__ import annotations
 
@@ -53,3 +53,8 @@ JOBS = Resource(labels.GROUP, labels.VERSION, labels.PLURAL, labels.KIND)
 def key_of(item: KubeObject) -> tuple[str, str]:
     """Return `(namespace, name)` of an object; the namespace is empty for cluster-scoped objects."""
     return item["metadata"].get("namespace") or "", item["metadata"]["name"]
+
+
+def has_ended(pod: KubeObject) -> bool:
+    """Return whether the containers of a pod have exited for good, so that it no longer occupies resources."""
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")

@@ -17,11 +17,10 @@ import aiohttp
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.kube.client import ApiClient
-from meshwright_local.kube.pod_phase import has_ended
 from meshwright_local.kube.quantities import milli_value
 from meshwright_local.kube.recorder import EventRecorder
 from meshwright_local.kube.reflector import Change, ChangeType, Reflector
-from meshwright_local.kube.resources import PODS
+from meshwright_local.kube.resources import PODS, has_ended
 from meshwright_local.nodeagent.container import Container
 from meshwright_local.nodeagent.network.addresses import NoAddressError, PodAddresses
 from meshwright_local.nodeagent.node import NodeRegistration, NodeSpec

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshwright.api.objects import KubeObject
-from meshwright_local.kube.pod_phase import has_ended
+from meshwright_local.kube.resources import has_ended
 from meshwright_local.scheduler.resource_requests import Amounts, allocatable, pod_requests
 
 

@@ -26,7 +26,7 @@ async def read_on_claim(reader: JobReader, job: Job, pods: Sequence[WorkerPod], 
     """Run a Python program that prints files of a job's checkpoint claim; its output.
 
     Args:
-        reader: of the cluster.
+        reader: of the job's namespace.
         job: a job with `spec.checkpoint`.
         pods: its worker pods.
         program: gets the directory of the job's checkpoints as its first argument, and must not import anything but

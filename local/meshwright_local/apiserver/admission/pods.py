@@ -16,7 +16,7 @@ from meshwright_local.apiserver.resource_types import Rules, set_condition
 from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import timestamps
-from meshwright_local.kube.pod_phase import has_ended
+from meshwright_local.kube.resources import has_ended
 
 PRIORITY_CLASSES = ("scheduling.k8s.io", "priorityclasses")
 _SYSTEM_PRIORITIES = {"system-node-critical": 2_000_001_000, "system-cluster-critical": 2_000_000_000}

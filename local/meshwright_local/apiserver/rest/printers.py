@@ -20,7 +20,7 @@ from meshwright_local.apiserver.resource_types import Column, Resource
 from meshwright_local.apiserver.status_errors import ApiError
 from meshwright_local.apiserver.store import Stored
 from meshwright_local.kube import timestamps
-from meshwright_local.kube.pod_phase import has_ended
+from meshwright_local.kube.resources import has_ended
 
 _META = "meta.k8s.io/v1"
 _FORMS = {None: "", "Table": "Table", "PartialObjectMetadata": "Partial", "PartialObjectMetadataList": "Partial"}

@@ -20,9 +20,8 @@ from pathlib import Path
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.kube.client import ApiClient
-from meshwright_local.kube.pod_phase import has_ended
 from meshwright_local.kube.reflector import Reflector
-from meshwright_local.kube.resources import PODS, SERVICES
+from meshwright_local.kube.resources import PODS, SERVICES, has_ended
 
 logger = logging.getLogger(__name__)
 
