@@ -11,7 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from meshwright_cli.commands.data_upload import _files, _Kubectl, _send, upload
+from meshwright_cli.commands.data_upload import _files, _Kubectl, _send
+from meshwright_cli.main import main
 
 
 class Here(_Kubectl):
@@ -70,5 +71,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_directory_on_the_claim_is_not_part_of_its_name(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("once")
-    told = CliRunner().invoke(upload, [str(tmp_path), "text/books"])
+    told = CliRunner().invoke(main, ["data", "upload", str(tmp_path), "text/books"])
     assert (told.exit_code, "pass a directory on it with --to: `text --to books`" in told.output) == (1, True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from meshwright_local.commands.local import local
+from meshwright_cli.main import main
 from meshwright_local.daemon import daemon_pid
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.kubeconfig import Connection
@@ -128,7 +128,7 @@ def test_commands(tmp_path):
     runner = CliRunner()
 
     def run(*words):
-        return runner.invoke(local, [*words, "--directory", str(tmp_path)], catch_exceptions=False)
+        return runner.invoke(main, ["local", *words, "--directory", str(tmp_path)], catch_exceptions=False)
 
     refused = run("status")
     assert refused.exit_code == 1
@@ -161,7 +161,7 @@ def test_nodes_fail_and_processes_are_killed_on_order(cluster):
     runner, (directory, _) = CliRunner(), cluster
 
     def run(*words):
-        return runner.invoke(local, [*words, "--directory", str(directory)], catch_exceptions=False)
+        return runner.invoke(main, ["local", *words, "--directory", str(directory)], catch_exceptions=False)
 
     async def restarts():
         async with ApiClient(Connection.from_kubeconfig(directory / "kubeconfig")) as client:
@@ -192,7 +192,7 @@ def test_rules_reach_the_api_server(cluster):
     runner, (directory, _) = CliRunner(), cluster
 
     def run(*words):
-        return runner.invoke(local, ["chaos", *words, "--directory", str(directory)], catch_exceptions=False)
+        return runner.invoke(main, ["local", "chaos", *words, "--directory", str(directory)], catch_exceptions=False)
 
     if "does not support fault injection" in run("list").output:
         pytest.skip("this API server has no /debug/chaos")
@@ -218,7 +218,7 @@ def test_rules_reach_the_api_server(cluster):
 )
 def test_incompatible_options_are_rejected(tmp_path, monkeypatch, words, message):
     monkeypatch.delenv("KUBECONFIG", raising=False)
-    refused = CliRunner().invoke(local, ["up", "--directory", str(tmp_path), *words])
+    refused = CliRunner().invoke(main, ["local", "up", "--directory", str(tmp_path), *words])
     assert refused.exit_code == 2
     assert message in refused.output
 
