@@ -25,6 +25,7 @@ from meshwright_cli.client.errors import (
     UnreachableError,
 )
 from meshwright_cli.client.kubeconfig import Connection
+from meshwright_cli.client.proxies import environment_proxy
 
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
@@ -299,15 +300,16 @@ class ApiServer:
         if self._session is None:
             context = self.connection.ssl_context(credential.client_pem)
             self._pem = credential.client_pem
-            headers = {"User-Agent": "meshwright-cli", "Accept": "application/json", **self.connection.headers}
+            headers = [("User-Agent", "meshwright-cli"), ("Accept", "application/json"), *self.connection.headers]
+            # Not `trust_env`: kubectl uses no passwords of ~/.netrc, and knows more forms of NO_PROXY.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=context or False), headers=headers, trust_env=True
+                connector=aiohttp.TCPConnector(limit=0, ssl=context or False), headers=headers
             )
         more: dict[str, Any] = {}
         if credential.authorization:
             self._session.headers["Authorization"] = credential.authorization
-        if self.connection.proxy:
-            more["proxy"] = self.connection.proxy
+        if proxy := self.connection.proxy or environment_proxy(self.connection.url):
+            more["proxy"] = proxy
         if self.connection.server_name:
             more["server_hostname"] = self.connection.server_name
         return self._session, more
@@ -315,6 +317,7 @@ class ApiServer:
     def _error(self, status: int, content: bytes, action: Action) -> MeshwrightError:
         reason, message, named = _read_status(content)
         if status == HTTPStatus.UNAUTHORIZED:
+            self.connection.credentials.forget()
             return UnauthorizedError(
                 f"{self.connection.where} does not accept your credentials: log in again, or choose another context "
                 "with --context"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -37,6 +38,9 @@ class Credentials(Protocol):
             ConfigurationError: there is none.
         """
 
+    def forget(self) -> None:
+        """The API server did not accept the last credential: get a new one for the next request, if there are more."""
+
 
 @dataclass(frozen=True, slots=True)
 class StaticToken:
@@ -50,6 +54,9 @@ class StaticToken:
         if self.basic:
             return Credential(f"Basic {self.basic}")
         return Credential(f"Bearer {self.token}" if self.token else "")
+
+    def forget(self) -> None:
+        """See `Credentials.forget`: there is no other one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +72,39 @@ class TokenFile:
         except OSError as error:
             raise ConfigurationError(f"{self.path}: the token cannot be read: {error.strerror}") from error
 
+    def forget(self) -> None:
+        """See `Credentials.forget`: the file is read for each request."""
+
 
 class ExecPlugin:
-    """A program that prints an ExecCredential (`client.authentication.k8s.io`), as clusters of cloud providers use."""
+    """A program that prints an ExecCredential (`client.authentication.k8s.io`), as clusters of cloud providers use.
+
+    Args:
+        argv: the program and its arguments.
+        environment: what it gets besides this process's environment.
+        info: the ExecCredential that it gets, without `spec.interactive`.
+        mode: `interactiveMode`, whether it may ask the user.
+        hint: how to install it.
+    """
 
     def __init__(
-        self, command: str, arguments: list[str], environment: Mapping[str, str], info: str, hint: str
+        self, argv: list[str], environment: Mapping[str, str], info: Mapping[str, Any], mode: str, hint: str
     ) -> None:
-        self._argv = [command, *arguments]
+        self._argv = argv
         self._environment = environment
         self._info = info
+        self._mode = mode
         self._hint = hint
         self._credential: Credential | None = None
         self._expires: datetime | None = None
         self._lock = asyncio.Lock()
 
     @classmethod
-    def of(cls, plugin: Mapping[str, Any], file: Path) -> ExecPlugin:
-        """Read `users[].user.exec`. A relative command with a directory is relative to the kubeconfig file."""
+    def of(cls, plugin: Mapping[str, Any], file: Path, cluster: Mapping[str, Any]) -> ExecPlugin:
+        """Read `users[].user.exec`. A relative command with a directory is relative to the kubeconfig file.
+
+        `cluster` is what a plugin with `provideClusterInfo` gets to know of the cluster.
+        """
         command = str(plugin.get("command") or "")
         if not command:
             raise ConfigurationError(f"{file}: `users[].user.exec` has no `command`")
@@ -90,9 +112,18 @@ class ExecPlugin:
             command = str(file.parent / command)
         environment = {str(item["name"]): str(item["value"]) for item in plugin.get("env") or ()}
         version = str(plugin.get("apiVersion") or "client.authentication.k8s.io/v1")
-        info = {"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}}
-        arguments = [str(argument) for argument in plugin.get("args") or ()]
-        return cls(command, arguments, environment, json.dumps(info), str(plugin.get("installHint") or "").strip())
+        spec = {"cluster": cluster} if plugin.get("provideClusterInfo") else {}
+        return cls(
+            [command, *(str(argument) for argument in plugin.get("args") or ())],
+            environment,
+            {"apiVersion": version, "kind": "ExecCredential", "spec": spec},
+            str(plugin.get("interactiveMode") or "IfAvailable"),
+            str(plugin.get("installHint") or "").strip(),
+        )
+
+    def forget(self) -> None:
+        """Run the program again before the next request: the API server did not accept the credential."""
+        self._credential = None
 
     async def current(self) -> Credential:
         """The credential for the next request. The program runs again shortly before the credential expires."""
@@ -102,18 +133,42 @@ class ExecPlugin:
                 self._credential = self._parse(await self._run())
             return self._credential
 
+    def _is_interactive(self) -> bool:
+        """Whether the program may ask the user.
+
+        Raises:
+            ConfigurationError: it has to, and there is no terminal.
+        """
+        terminal = sys.stdin is not None and sys.stdin.isatty()
+        if self._mode == "Always" and not terminal:
+            raise ConfigurationError(
+                f"the credential plugin `{self._argv[0]}` asks for input (`interactiveMode: Always`), and standard "
+                "input is not a terminal: run the command in one"
+            )
+        return terminal and self._mode != "Never"
+
     async def _run(self) -> bytes:
-        environment = {**os.environ, **self._environment, "KUBERNETES_EXEC_INFO": self._info}
+        interactive = self._is_interactive()
+        info = {**self._info, "spec": {**self._info["spec"], "interactive": interactive}}
+        environment = {**os.environ, **self._environment, "KUBERNETES_EXEC_INFO": json.dumps(info)}
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._argv, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+                *self._argv,
+                env=environment,
+                stdin=None if interactive else asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
             )
         except OSError as error:
             hint = f". {self._hint}" if self._hint else ""
             raise ConfigurationError(
                 f"the credential plugin `{self._argv[0]}` cannot be run: {error.strerror}{hint}"
             ) from error
-        out, errors = await process.communicate()
+        assert process.stdout is not None
+        assert process.stderr is not None
+        out, errors, _ = await asyncio.gather(
+            process.stdout.read(), _read(process.stderr, shown=interactive), process.wait()
+        )
         if process.returncode:
             text = errors.decode(errors="replace").strip()[-500:]
             raise ConfigurationError(
@@ -125,9 +180,29 @@ class ExecPlugin:
         try:
             status = json.loads(out)["status"]
             expires = status.get("expirationTimestamp")
-            self._expires = datetime.fromisoformat(expires) if expires else None
+            self._expires = _in_utc(datetime.fromisoformat(expires)) if expires else None
             certificate, key = status.get("clientCertificateData"), status.get("clientKeyData")
             token = status.get("token")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"the credential plugin `{self._argv[0]}` printed no ExecCredential") from error
+        if not token and not (certificate and key):
+            raise ConfigurationError(
+                f"the ExecCredential that the credential plugin `{self._argv[0]}` printed has neither a token nor a "
+                "certificate with its key"
+            )
         return Credential(f"Bearer {token}" if token else "", f"{certificate}\n{key}" if certificate and key else None)
+
+
+async def _read(stream: asyncio.StreamReader, *, shown: bool) -> bytes:
+    """All that a program writes; with `shown`, the user sees it at once, such as the code of a login in a browser."""
+    parts = []
+    while part := await stream.read(4096):
+        parts.append(part)
+        if shown:
+            sys.stderr.write(part.decode(errors="replace"))
+            sys.stderr.flush()
+    return b"".join(parts)
+
+
+def _in_utc(time: datetime) -> datetime:
+    return time if time.tzinfo else time.replace(tzinfo=UTC)

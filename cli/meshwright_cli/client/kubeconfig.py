@@ -14,14 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 import yaml
 
 from meshwright_cli.client.credentials import Credentials, ExecPlugin, StaticToken, TokenFile
 from meshwright_cli.client.errors import ConfigurationError, suggestion
+from meshwright_cli.client.proxies import checked_proxy
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 DEFAULT_NAMESPACE = "default"
+_EXEC_EXTENSION = "client.authentication.k8s.io/exec"
+"""The extension of a cluster whose content is for credential plugins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,9 @@ class Connection:
     server_name: str | None = None
     """Name in the server's certificate, if it is not the host of the URL."""
     proxy: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Further headers, such as those of impersonation."""
+    """Proxy of the cluster; None: that of the environment, see `environment_proxy`."""
+    headers: Sequence[tuple[str, str]] = ()
+    """Further headers, such as those of impersonation; a name may be there several times."""
 
     @property
     def where(self) -> str:
@@ -54,6 +59,8 @@ class Connection:
         if not self.url.startswith("https://"):
             return None
         context = ssl.create_default_context(cadata=self.ca_pem)
+        # Python 3.13 requires extensions that the certificates of many clusters lack, and kubectl accepts.
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         if not self.verify:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
@@ -192,36 +199,85 @@ class _Merged:
         if not cluster.value.get("server"):
             raise ConfigurationError(f"{cluster.file}: cluster `{chosen.value.get('cluster')}` has no `server`")
         certificate, key = user.pem("client-certificate"), user.pem("client-key")
+        authority = cluster.pem("certificate-authority")
         return Connection(
-            url=str(cluster.value["server"]).rstrip("/"),
+            url=_server_url(cluster, tls=bool(authority or certificate)),
             context=name,
             namespace=namespace or str(chosen.value.get("namespace") or DEFAULT_NAMESPACE),
-            credentials=_credentials(user),
-            ca_pem=cluster.pem("certificate-authority"),
+            credentials=_credentials(user, _cluster_info(cluster.value, authority)),
+            ca_pem=authority,
             client_pem=f"{certificate}\n{key}" if certificate and key else None,
             verify=not cluster.value.get("insecure-skip-tls-verify", False),
             server_name=cluster.value.get("tls-server-name"),
-            proxy=cluster.value.get("proxy-url"),
-            headers=_impersonation(user.value),
+            proxy=_proxy(cluster),
+            headers=_impersonation(user),
         )
 
 
-def _credentials(user: _Entry) -> Credentials:
+def _server_url(cluster: _Entry, *, tls: bool) -> str:
+    """The URL of `server`. Without a scheme it is HTTPS if there is a certificate, as in kubectl."""
+    server = str(cluster.value["server"])
+    url = server if "://" in server else f"{'https' if tls else 'http'}://{server}"
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and " " not in url and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigurationError(f"{cluster.file}: `server: {server}` must be a URL such as https://HOST:6443")
+    return url.rstrip("/")
+
+
+def _proxy(cluster: _Entry) -> str | None:
+    url = cluster.value.get("proxy-url")
+    if not url:
+        return None
+    try:
+        return checked_proxy(str(url))
+    except ValueError as error:
+        raise ConfigurationError(f"{cluster.file}: `proxy-url`: {error}") from None
+
+
+def _cluster_info(cluster: Mapping[str, Any], authority: str | None) -> dict[str, Any]:
+    """`spec.cluster` of an ExecCredential: what a plugin may need to know of the cluster."""
+    found = {name: cluster[name] for name in ("server", "tls-server-name", "proxy-url") if cluster.get(name)}
+    if cluster.get("insecure-skip-tls-verify"):
+        found["insecure-skip-tls-verify"] = True
+    if authority:
+        found["certificate-authority-data"] = base64.b64encode(authority.encode()).decode()
+    for extension in cluster.get("extensions") or ():
+        if isinstance(extension, dict) and extension.get("name") == _EXEC_EXTENSION:
+            found["config"] = extension.get("extension")
+    return found
+
+
+def _credentials(user: _Entry, cluster: Mapping[str, Any]) -> Credentials:
     if "auth-provider" in user.value:
         raise ConfigurationError(
             f"{user.file}: `auth-provider` was removed from Kubernetes clients: use an `exec` plugin of your provider"
         )
     if plugin := user.value.get("exec"):
-        return ExecPlugin.of(plugin, user.file)
+        return ExecPlugin.of(plugin, user.file, cluster)
     if user.value.get("username"):
         secret = f"{user.value['username']}:{user.value.get('password', '')}"
         return StaticToken(basic=base64.b64encode(secret.encode()).decode())
-    if user.value.get("token"):
-        return StaticToken(str(user.value["token"]))
     if file := user.value.get("tokenFile"):
         return TokenFile(user.file.parent / str(file))
+    if user.value.get("token"):
+        return StaticToken(str(user.value["token"]))
     return StaticToken()
 
 
-def _impersonation(user: Mapping[str, Any]) -> dict[str, str]:
-    return {"Impersonate-User": str(user["as"])} if user.get("as") else {}
+def _impersonation(user: _Entry) -> list[tuple[str, str]]:
+    """The headers of impersonation: of `as`, and of its UID, groups and further fields."""
+    uid, groups, extra = (user.value.get(name) for name in ("as-uid", "as-groups", "as-user-extra"))
+    if not user.value.get("as"):
+        if uid or groups or extra:
+            raise ConfigurationError(f"{user.file}: `as-uid`, `as-groups` and `as-user-extra` need `as`: add the user")
+        return []
+    headers = [("Impersonate-User", str(user.value["as"]))]
+    headers += [("Impersonate-Uid", str(uid))] if uid else []
+    headers += [("Impersonate-Group", str(group)) for group in groups or ()]
+    for key, values in (extra or {}).items():
+        headers += [(f"Impersonate-Extra-{quote(str(key).lower(), safe='')}", str(value)) for value in values or ()]
+    return headers

@@ -25,6 +25,8 @@ async def load_configuration(kubeconfig: Path | None) -> Configuration:
     configuration = Configuration()
     # Otherwise every request would use two threads to read proxies and passwords from the environment.
     configuration.client_session_kwargs = {"trust_env": False}
+    # Python 3.13 requires extensions that the certificates of many clusters lack.
+    configuration.disable_strict_ssl_verification = True
     # No limit here: the client limits its calls, and watches (one per namespace) must not count toward a limit.
     configuration.connection_pool_maxsize = 0
     try:
