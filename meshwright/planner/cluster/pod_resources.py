@@ -158,7 +158,8 @@ def is_terminal(pod: Mapping[str, Any]) -> bool:
 def pod_request(pod: Mapping[str, Any], gpu_resource: str) -> Resources:
     """The pod's request: the sum of its containers, or an init container with a larger request, and the overhead.
 
-    Sidecars (init containers that restart) are added to the containers. A limit without a request is a request.
+    Sidecars (init containers that restart) are added to the containers, and to the init containers after them. A limit
+    without a request is a request.
 
     Raises:
         ValueError: a quantity is malformed.
@@ -174,14 +175,14 @@ def spec_request(spec: Mapping[str, Any], claimed: Mapping[str, int], gpu_resour
     """
     running = _summed(spec.get("containers") or (), gpu_resource)
     running += parse_resources(claimed, gpu_resource)
-    peak = Resources()
+    peak = sidecars = Resources()
     for container in spec.get("initContainers") or ():
         requests = _container(container, gpu_resource)
         if container.get("restartPolicy") == "Always":
-            running += requests
+            sidecars += requests
         else:
-            peak = _elementwise_max(peak, requests)
-    container_requests = _elementwise_max(running, peak) + parse_resources(spec.get("overhead") or {}, gpu_resource)
+            peak = _elementwise_max(peak, sidecars + requests)
+    container_requests = _elementwise_max(running + sidecars, peak) + parse_resources(spec.get("overhead") or {}, gpu_resource)
     pod_level_requests = _requests(spec.get("resources") or {})
     pod_level = parse_resources(pod_level_requests, gpu_resource)
     return Resources(

@@ -127,6 +127,18 @@ def container(resources: dict[str, Any], **more: Any) -> dict[str, Any]:
             1,
             2750,
         ),
+        (
+            {
+                "containers": [container({"requests": {"cpu": "1"}})],
+                "initContainers": [
+                    container({"requests": {"cpu": "3"}}),
+                    container({"requests": {"cpu": "500m"}}, restartPolicy="Always"),
+                    container({"requests": {"cpu": "2750m"}}),
+                ],
+            },
+            0,
+            3250,
+        ),
         ({"containers": [container({})], "resources": {"requests": {"cpu": "7"}}}, 0, 7000),
     ],
 )
