@@ -204,3 +204,66 @@ async def test_logs_and_exec_without_a_node(api):
     code, _ = await api.call("POST", f"{api.pods}/p/exec", command="true")
     assert code == 400
     assert (await api.call("GET", f"{api.pods}/none/log"))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "cause"),
+    [
+        ("readinessProbe", {"exec": {"command": ["true"]}}, "without restartPolicy=Always"),
+        ("lifecycle", {"postStart": {"exec": {"command": ["true"]}}}, "without restartPolicy=Always"),
+        ("restartPolicy", "Sometimes", 'supported values: "Always", "Never", "OnFailure"'),
+    ],
+)
+async def test_only_sidecars_have_what_containers_have(api, field, value, cause):
+    init = {"name": "i", "image": "b", field: value}
+    code, status = await api.call("POST", api.pods, api.pod("bad", initContainers=[init]))
+    assert (code, [each["field"] for each in status["details"]["causes"]]) == (422, [f"spec.initContainers[0].{field}"])
+    assert cause in status["message"]
+    sidecar = {**init, "restartPolicy": "Always"}
+    assert (await api.call("POST", api.pods, api.pod("good", initContainers=[sidecar])))[0] == 201
+
+
+def _status(name, state, **more):
+    return {"name": name, "image": "b", "imageID": "", "restartCount": 0, "ready": False, "state": state, **more}
+
+
+RUNNING, ENDED = {"running": {}}, {"terminated": {"exitCode": 0, "reason": "Completed"}}
+KILLED, FAILED = {"terminated": {"exitCode": 143}}, {"terminated": {"exitCode": 1, "reason": "Error"}}
+INITIALIZED = [{"type": "Initialized", "status": "True"}]
+READY = [*INITIALIZED, {"type": "Ready", "status": "True"}]
+
+
+@pytest.mark.parametrize(
+    ("inits", "containers", "conditions", "columns"),
+    [
+        ([RUNNING, {"waiting": {"reason": "PodInitializing"}}], [], [], ["0/2", "Init:0/2", "0"]),
+        (
+            [ENDED, {"waiting": {"reason": "CrashLoopBackOff"}}],
+            [],
+            [],
+            ["0/2", "Init:CrashLoopBackOff", "3"],
+        ),
+        ([ENDED, RUNNING], [{"waiting": {"reason": "PodInitializing"}}], INITIALIZED, ["1/2", "PodInitializing", "3"]),
+        ([ENDED, RUNNING], [RUNNING], READY, ["2/2", "Running", "3"]),
+        ([ENDED, RUNNING], [ENDED], INITIALIZED, ["1/2", "Completed", "3"]),
+        ([ENDED, KILLED], [FAILED], INITIALIZED, ["0/2", "Error", "3"]),
+        ([FAILED, {"waiting": {"reason": "PodInitializing"}}], [], [], ["0/2", "Init:Error", "0"]),
+    ],
+)
+async def test_columns_count_sidecars(api, inits, containers, conditions, columns):
+    init = [{"name": "i", "image": "b"}, {"name": "s", "image": "b", "restartPolicy": "Always"}]
+    await api.call("POST", api.pods, api.pod("p", initContainers=init))
+    restarts = [0, 0 if "PodInitializing" in str(inits[1]) else 3]
+    shown = [
+        _status(name, state, restartCount=count, started=state == RUNNING, ready=state == RUNNING and name == "s")
+        for name, state, count in zip("is", inits, restarts, strict=True)
+    ]
+    name = api.pod("p")["spec"]["containers"][0]["name"]
+    main = [_status(name, state, ready=state == RUNNING, started=state == RUNNING) for state in containers]
+    status = {"phase": "Running" if containers else "Pending", "conditions": conditions}
+    status |= {"initContainerStatuses": shown, "containerStatuses": main}
+    code, answer = await api.call("PATCH", f"{api.pods}/p/status", {"status": status}, MERGE)
+    assert code == 200, answer
+    headers = {"Accept": "application/json;as=Table;v=v1;g=meta.k8s.io"}
+    async with api.session.get(f"{api.server.url}{api.pods}/p", headers=headers, ssl=api.context) as response:
+        assert (await response.json())["rows"][0]["cells"][1:4] == columns

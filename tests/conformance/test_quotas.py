@@ -57,6 +57,19 @@ async def test_pods_are_counted(api):
     await used(api, {"pods": "1", "count/pods": "2"})
 
 
+async def test_init_containers_run_beside_the_sidecars_before_them(api):
+    await quota(api, {"requests.cpu": "4", "limits.cpu": "4"})
+
+    def container(name, cpu, **more):
+        resources = {"requests": {"cpu": cpu}, "limits": {"cpu": cpu}}
+        return {"name": name, "image": "b", "resources": resources, **more}
+
+    inits = [container("a", "3"), container("b", "500m", restartPolicy="Always"), container("c", "2750m")]
+    body = api.pod("p", containers=[container("d", "1")], initContainers=inits)
+    assert (await api.call("POST", api.pods, body))[0] == 201
+    await used(api, {"requests.cpu": "3250m", "limits.cpu": "3250m"})
+
+
 async def test_requests_and_limits(api):
     hard = {"requests.cpu": "2", "requests.memory": "2Gi", "limits.memory": "4Gi", "requests.nvidia.com/gpu": "3"}
     await quota(api, hard)

@@ -8,7 +8,8 @@ import pytest
 from meshwright_local.apiserver.auth.identity import RequestAttributes
 from meshwright_local.apiserver.registry.crds import version_rank
 from meshwright_local.apiserver.registry.server_side_apply import decode, encode
-from meshwright_local.apiserver.rest.printers import first, human_duration
+from meshwright_local.apiserver.rest.ages import human_duration
+from meshwright_local.apiserver.rest.printers import first
 from meshwright_local.apiserver.rest.request_bodies import merge_patch
 from meshwright_local.apiserver.rest.router import parse_target
 from meshwright_local.apiserver.rest.server import expired_events

@@ -54,6 +54,26 @@ workers: {image: meshwright-worker:0.1.0, gpusPerWorker: 2}
 checkpoint: {claimName: NAME, everySteps: 10, keep: 2}
 """
 
+PROFILES = """
+sided:
+  namespaces: [default]
+  volumes: [{name: shared, scratch: 16Mi, mountPath: /shared}]
+  env: [{name: SHARED, value: /shared}]
+  initContainers:
+  - name: prepare
+    image: none
+    command: [sh, -c, 'echo prepared > "$SHARED/log"']
+    env: &env [{name: SHARED, value: /shared}]
+    mounts: &mounts [{volume: shared, mountPath: /shared}]
+  sidecars:
+  - name: daemon
+    image: none
+    command: [sh, -c, 'echo daemon >> "$SHARED/log"; trap "exit 9" TERM; while :; do sleep 0.1; done']
+    env: *env
+    mounts: *mounts
+"""
+"""Profiles of worker pods. `sided` has what those of clouds have: an init container, and a daemon beside the worker."""
+
 
 def holds(condition: str) -> Test:
     """The test that a condition stands at True."""
@@ -271,7 +291,10 @@ def operator_ports() -> Iterator[setup.Ports]:
 
 async def start_operator(programs: Programs, directory: Path, kubeconfig: Path, ports: setup.Ports) -> Program:
     """Start an operator that writes its log where a failed test reads it."""
-    return await setup.start_operator(programs, directory, kubeconfig, ports, ["--agent-image", AGENT_IMAGE])
+    profiles = directory / "profiles.yaml"
+    profiles.write_text(PROFILES)
+    more = ["--agent-image", AGENT_IMAGE, "--profiles-file", str(profiles)]
+    return await setup.start_operator(programs, directory, kubeconfig, ports, more)
 
 
 def processes(job_uid: str) -> dict[int, str]:

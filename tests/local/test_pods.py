@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright_local.kube.resources import CONFIG_MAPS, SECRETS
+from meshwright_local.kube.resources import CONFIG_MAPS, PODS, SECRETS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -183,6 +183,77 @@ async def test_init_containers_run_in_order_and_can_fail(kit):
     assert pod["status"]["phase"] == "Failed"
     assert pod["status"]["initContainerStatuses"][0]["state"]["terminated"]["exitCode"] == 4
     assert kit.log_of(pod) == ""
+
+
+def _shell(name, script, **more):
+    mounts = [{"name": "shared", "mountPath": "/shared"}]
+    return {"name": name, "image": "none", "command": ["sh", "-c", script], "volumeMounts": mounts, **more}
+
+
+SHARED = [{"name": "shared", "emptyDir": {}}]
+NOTE = 'note() { echo "$1" >> "$DIR/notes"; }; '
+
+
+def _sidecar(name, script, **more):
+    env = [{"name": "DIR", "value": "/shared"}]
+    return _shell(name, NOTE + script, env=env, restartPolicy="Always", **more)
+
+
+async def test_sidecars_run_beside_the_containers_and_end_after_them(kit):
+    serve = "trap 'note {0}-ends; exit 7' TERM; note {0}-begins; while :; do sleep 0.05; done"
+    env = [{"name": "DIR", "value": "/shared"}]
+    inits = [
+        _sidecar("one", serve.format("one")),
+        _shell("between", NOTE + "until [ -s $DIR/notes ]; do sleep 0.05; done; note between", env=env),
+        _sidecar("two", serve.format("two")),
+    ]
+    main = NOTE + "until grep -q two-begins $DIR/notes; do sleep 0.05; done; note main; sleep 0.3; note main-ends"
+    mounts = [{"name": "shared", "mountPath": "/shared"}]
+    await kit.pod("sided", main, env=env, volumeMounts=mounts, spec={"initContainers": inits, "volumes": SHARED})
+    both = await kit.pod_when("sided", lambda pod: pod["status"].get("phase") == "Running")
+    assert [item["state"].keys() for item in both["status"]["initContainerStatuses"][::2]] == [{"running"}] * 2
+    assert {"type": "Initialized", "status": "True"}.items() <= both["status"]["conditions"][1].items()
+    pod = await kit.ended("sided")
+    assert pod["status"]["phase"] == "Succeeded"
+    codes = [item["state"]["terminated"]["exitCode"] for item in pod["status"]["initContainerStatuses"]]
+    assert codes == [7, 0, 7]
+    if kit.cluster.nodes:
+        (notes,) = kit.cluster.directory.glob(f"nodes/*/pods/{pod['metadata']['uid']}/volumes/**/notes")
+        expected = ["one-begins", "between", "two-begins", "main", "main-ends", "two-ends", "one-ends"]
+        assert notes.read_text().split() == expected
+
+
+async def test_a_sidecar_is_restarted_whatever_the_pods_policy(kit):
+    script = "n=$(cat $DIR/n 2>/dev/null || echo 0); echo $((n+1)) > $DIR/n; [ $n -ge 1 ] && exec sleep 60; exit 3"
+    ready = {"exec": {"command": ["sh", "-c", "[ $(cat $DIR/n) -ge 2 ]"]}, "periodSeconds": 1, "failureThreshold": 60}
+    mounts = [{"name": "shared", "mountPath": "/shared"}]
+    await kit.pod(
+        "restarted",
+        "cat /shared/n",
+        volumeMounts=mounts,
+        spec={"initContainers": [_sidecar("side", script, startupProbe=ready)], "volumes": SHARED},
+    )
+    pod = await kit.ended("restarted", 20)
+    status = pod["status"]["initContainerStatuses"][0]
+    assert (pod["status"]["phase"], status["restartCount"]) == ("Succeeded", 1)
+    assert kit.log_of(pod) == "2\n"
+
+
+async def test_deletion_stops_the_containers_before_the_sidecars(kit):
+    slow = "trap 'sleep 0.3; echo main >> $DIR/notes; exit 0' TERM; while :; do sleep 0.05; done"
+    side = "trap 'note side; exit 0' TERM; while :; do sleep 0.05; done"
+    env = [{"name": "DIR", "value": "/shared"}]
+    mounts = [{"name": "shared", "mountPath": "/shared"}]
+    spec = {"initContainers": [_sidecar("side", side)], "volumes": SHARED}
+    meta = {"finalizers": ["example.com/look"]}
+    await kit.pod("deleted", slow, env=env, volumeMounts=mounts, spec=spec, meta=meta)
+    await kit.running("deleted")
+    await kit.delete("deleted")
+    pod = await kit.ended("deleted")
+    await kit.client.patch(PODS, "deleted", {"metadata": {"finalizers": None}}, kit.namespace)
+    await kit.vanished("deleted")
+    begun = pod["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"]
+    assert begun <= pod["status"]["initContainerStatuses"][0]["state"]["terminated"]["finishedAt"]
 
 
 async def test_restarts_on_failure(kit):

@@ -147,6 +147,23 @@ def test_requests_of_a_pod():
     }
 
 
+def test_sidecars_count_with_containers_and_with_later_init_containers():
+    def container(cpu, **more):
+        return {"name": "c", "resources": {"requests": {"cpu": cpu}}, **more}
+
+    body = pod("p", requests={"cpu": "1"})
+    body["spec"]["initContainers"] = [container("3"), container("500m", restartPolicy="Always"), container("2750m")]
+    assert pod_requests(body)["cpu"] == 3250
+    body["spec"]["initContainers"].pop()
+    assert pod_requests(body)["cpu"] == 3000
+    assert (
+        pod_requests({**body, "spec": {**body["spec"], "initContainers": [container("4", restartPolicy="Always")]}})[
+            "cpu"
+        ]
+        == 5000
+    )
+
+
 def test_pod_affinity_joins_and_starts_alone():
     near = pod("p", labels={"app": "x"}, affinity=pod_rule("podAffinity", "zone", {"app": "x"}))
     nodes = [node("a1"), node("a2"), node("b1")]

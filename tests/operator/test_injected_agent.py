@@ -116,6 +116,17 @@ def test_an_init_container_that_fails_is_named() -> None:
     assert read.init_failure == "init container meshwright-agent exited with code 1: no space left"
 
 
+def test_a_sidecar_that_was_stopped_is_no_failure_of_an_init_container() -> None:
+    pod = pod_of(context())
+    spec = {**pod["spec"], "initContainers": [{"name": "proxy", "restartPolicy": "Always"}, {"name": "tune"}]}
+    states = [{"terminated": {"exitCode": 143}}, {"terminated": {"exitCode": 1}}]
+    statuses = [{"name": name, "state": state} for name, state in zip(("proxy", "tune"), states, strict=True)]
+    status = {**status_of({}, "Failed"), "initContainerStatuses": statuses}
+    read = read_pod({"metadata": {**pod["metadata"], "uid": "p"}, "spec": spec, "status": status})
+    assert read is not None
+    assert read.init_failure == "init container tune exited with code 1"
+
+
 async def test_a_namespace_that_enforces_the_restricted_standard_takes_the_pod(api: Api, real_server: str) -> None:
     if not real_server:
         pytest.skip("the embedded server does not check pods against the Pod Security Standards")

@@ -45,6 +45,8 @@ class Container:
         }
         self._sandbox, self._policy = sandbox, policy
         self._message = sandbox.directory / "messages" / self.name
+        self.begun = asyncio.Event()
+        """Whether it has started, by its startup probe if it has one: what comes after a sidecar waits for that."""
         self._stopping, self._killed = asyncio.Event(), False
         self._process: Process | None = None
         self._template = ProcessSpec([], {}, sandbox.home)
@@ -219,6 +221,8 @@ class Container:
     def _set(self, kind: str, state: KubeObject) -> None:
         started = kind == "running" and "startupProbe" not in self.spec
         self.status.update(state={kind: state}, started=started, ready=started and "readinessProbe" not in self.spec)
+        if started:
+            self.begun.set()
         self._sandbox.changed()
 
     def _end(self, code: int, reason: str, begun: str, message: str) -> KubeObject:
@@ -249,6 +253,7 @@ class Container:
                 self._unhealthy("Startup", why, process)
                 return
             self.status.update(started=True, ready="readinessProbe" not in self.spec)
+            self.begun.set()
             self._sandbox.changed()
         if "livenessProbe" in self.spec:
             self._background(self._probe_liveness(target, process))

@@ -9,7 +9,7 @@ import logging
 from meshwright.api.objects import KubeObject
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import STRATEGIC_PATCH, ApiError
-from meshwright_local.kube.resources import PODS
+from meshwright_local.kube.resources import PODS, is_sidecar
 from meshwright_local.nodeagent import volumes
 from meshwright_local.nodeagent.container import Container
 from meshwright_local.nodeagent.sandbox import API_ERRORS, PodSpecError, Sandbox, discard_links
@@ -29,8 +29,15 @@ class PodRunner:
         spec = sandbox.pod["spec"]
         policy = spec.get("restartPolicy") or "Always"
         once = "Never" if policy == "Never" else "OnFailure"
-        self.init = [Container(sandbox, item, once, "PodInitializing") for item in spec.get("initContainers") or ()]
-        self.containers = [Container(sandbox, item, policy, "ContainerCreating") for item in spec["containers"]]
+        self.init = [
+            Container(sandbox, item, str(item.get("restartPolicy") or once), "PodInitializing")
+            for item in spec.get("initContainers") or ()
+        ]
+        self.sidecars = [container for container in self.init if is_sidecar(container.spec)]
+        self.containers = [
+            Container(sandbox, item, str(item.get("restartPolicy") or policy), "ContainerCreating")
+            for item in spec["containers"]
+        ]
         self._start_time = (sandbox.pod.get("status") or {}).get("startTime") or timestamps.now()
         self._initialized = False
         self._failure: tuple[str, str] | None = None
@@ -115,17 +122,47 @@ class PodRunner:
         # A container may read `status.podIP` as soon as it starts.
         await self._flush()
         await self._prepare_volumes()
+        async with asyncio.TaskGroup() as sidecars:
+            if await self._initialize(sidecars):
+                async with asyncio.TaskGroup() as group:
+                    for container in self.containers:
+                        group.create_task(container.run())
+            await self._stop_sidecars()
+
+    async def _initialize(self, sidecars: asyncio.TaskGroup) -> bool:
+        """Run the init containers, and start the sidecars among them, in order. Return whether the others may start."""
         for container in self.init:
+            if container in self.sidecars:
+                sidecars.create_task(container.run())
+                await self._unless_stopping(container.begun)
+                if self._stopping.is_set():
+                    return False
+                continue
             await container.run()
             ended = container.terminated
             if ended is None or ended["exitCode"]:
-                return
+                return False
             container.status["ready"] = True
         self._initialized = not self._stopping.is_set()
         self._dirty.set()
-        async with asyncio.TaskGroup() as group:
-            for container in self.containers:
-                group.create_task(container.run())
+        return True
+
+    async def _stop_sidecars(self) -> None:
+        """Stop the sidecars, the last one first, now that nothing needs them. The grace period is that of the pod."""
+        if not self._stopping.is_set():
+            self._timers.append(asyncio.get_running_loop().call_later(self.sandbox.grace, self.kill))
+        for container in reversed(self.sidecars):
+            container.terminate()
+            await container.gone()
+
+    async def _unless_stopping(self, event: asyncio.Event) -> None:
+        """Wait for an event, or until the pod is to stop."""
+        waits = [asyncio.ensure_future(each.wait()) for each in (event, self._stopping)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def _adopt(self) -> bool:
         """Take over a pod of an earlier agent. Its processes died with that agent.
@@ -185,7 +222,9 @@ class PodRunner:
             return
         self._timers.append(loop.call_at(at, self.kill))
         for container in self.all_containers:
-            container.terminate()
+            # Sidecars serve the others until those have ended, see `_stop_sidecars`.
+            if container not in self.sidecars:
+                container.terminate()
 
     async def _report(self) -> None:
         while True:
@@ -219,7 +258,7 @@ class PodRunner:
         """Return the phase: Pending, Running, Succeeded or Failed."""
         if self.over:
             ends = [container.terminated or {"exitCode": 137} for container in self.containers]
-            ends += [container.terminated for container in self.init if container.terminated]
+            ends += [one.terminated for one in self.init if one.terminated and one not in self.sidecars]
             return "Failed" if self._failure or any(end["exitCode"] for end in ends) else "Succeeded"
         statuses = [container.status for container in self.containers]
         begun = any("waiting" not in status["state"] or status["lastState"] for status in statuses)
@@ -228,7 +267,7 @@ class PodRunner:
     def status(self) -> KubeObject:
         """Return the pod status to report, as a strategic merge patch."""
         host, phase = self.sandbox.host.spec, self.phase()
-        ready = not self.over and all(container.status["ready"] for container in self.containers)
+        ready = not self.over and all(each.status["ready"] for each in (*self.containers, *self.sidecars))
         unready = {"Succeeded": "PodCompleted", "Failed": "PodFailed"}.get(phase, "ContainersNotReady")
         conditions = (
             ("PodReadyToStartContainers", not self.over, None),

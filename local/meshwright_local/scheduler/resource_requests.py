@@ -6,6 +6,7 @@ from collections import Counter
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.kube.quantities import milli_value
+from meshwright_local.kube.resources import is_sidecar
 
 Amounts = Counter[str]
 """Resource name -> thousandths of its unit."""
@@ -14,15 +15,23 @@ Amounts = Counter[str]
 def pod_requests(pod: KubeObject) -> Amounts:
     """Return the effective request: the sum of all containers or the largest init container, plus overhead and one pod.
 
-    A container with only a limit requests the same amount, as the API server defaults it.
+    Sidecars count with the containers, and with the init containers after them. A container with only a limit requests
+    the same amount, as the API server defaults it.
     """
     spec = pod["spec"]
     total: Amounts = Counter()
     for container in spec.get("containers") or ():
         total.update(_container(container))
+    peak: Amounts = Counter()
+    sidecars: Amounts = Counter()
     for container in spec.get("initContainers") or ():
-        # Init containers run one after the other, before all other containers.
-        total |= _container(container)
+        if is_sidecar(container):
+            sidecars.update(_container(container))
+        else:
+            # Init containers run one after the other, before all other containers.
+            peak |= _container(container) + sidecars
+    total.update(sidecars)
+    total |= peak
     total.update({name: milli_value(amount) for name, amount in (spec.get("overhead") or {}).items()})
     total["pods"] += 1000
     return total

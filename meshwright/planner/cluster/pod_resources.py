@@ -182,10 +182,10 @@ def spec_request(spec: Mapping[str, Any], claimed: Mapping[str, int], gpu_resour
             sidecars += requests
         else:
             peak = _elementwise_max(peak, sidecars + requests)
-    container_requests = _elementwise_max(running + sidecars, peak) + parse_resources(spec.get("overhead") or {}, gpu_resource)
+    container_requests = _elementwise_max(running + sidecars, peak)
     pod_level_requests = _requests(spec.get("resources") or {})
     pod_level = parse_resources(pod_level_requests, gpu_resource)
-    return Resources(
+    requested = Resources(
         gpus=container_requests.gpus,
         cpu_milli=pod_level.cpu_milli if "cpu" in pod_level_requests else container_requests.cpu_milli,
         memory_bytes=pod_level.memory_bytes if "memory" in pod_level_requests else container_requests.memory_bytes,
@@ -193,6 +193,7 @@ def spec_request(spec: Mapping[str, Any], claimed: Mapping[str, int], gpu_resour
         # At pod level, Kubernetes takes huge pages beside CPU and memory. Devices are requested by containers.
         others=_combined(_overridden(container_requests.others, pod_level.others), host_ports(spec), max),
     )
+    return requested + parse_resources(spec.get("overhead") or {}, gpu_resource)
 
 
 def job_of(pod: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -175,7 +175,7 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         rejection=_rejection(status),
         deletion_deadline=parse_time(metadata.get("deletionTimestamp")),
         out_of_memory=_out_of_memory(spec, status),
-        init_failure=_init_failure(status),
+        init_failure=_init_failure(spec, status),
         image=_image(status),
         defaulted=_defaulted(metadata, status),
         request_json=request_json_of(obj),
@@ -198,9 +198,12 @@ def _defaulted(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> tuple[
     return tuple(name for name in named[1].split(", ") if f"Insufficient {name}" in message)
 
 
-def _init_failure(status: Mapping[str, Any]) -> str:
-    """Which init container has failed, and how. Empty if none has."""
+def _init_failure(spec: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    """Which init container has failed, and how. Empty if none has: sidecars are restarted, and stopped at the end."""
+    sidecars = {c.get("name") for c in spec.get("initContainers") or () if c.get("restartPolicy") == "Always"}
     for container in status.get("initContainerStatuses") or ():
+        if container.get("name") in sidecars:
+            continue
         terminated = (container.get("state") or {}).get("terminated") or {}
         if code := terminated.get("exitCode"):
             message = shortened(str(terminated.get("message") or ""), PROBLEM_LIMIT)

@@ -140,6 +140,11 @@ def container(resources: dict[str, Any], **more: Any) -> dict[str, Any]:
             3250,
         ),
         ({"containers": [container({})], "resources": {"requests": {"cpu": "7"}}}, 0, 7000),
+        (
+            {"containers": [container({})], "resources": {"requests": {"cpu": "7"}}, "overhead": {"cpu": "250m"}},
+            0,
+            7250,
+        ),
     ],
 )
 def test_a_pods_request_is_what_the_scheduler_reserves(spec: dict[str, Any], gpus: int, cpu: int) -> None:

@@ -19,6 +19,7 @@ from meshwright_local.apiserver.status_errors import (
     unsupported_value,
 )
 from meshwright_local.kube import quantities
+from meshwright_local.kube.resources import is_sidecar
 
 _STANDARD = ("cpu", "memory", "ephemeral-storage")
 _HUGE_PAGES = "hugepages-"
@@ -32,6 +33,7 @@ _OPERATORS = ("In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt")
 _CONTAINER_ENUMS = {
     "imagePullPolicy": ("Always", "IfNotPresent", "Never"),
     "terminationMessagePolicy": ("File", "FallbackToLogsOnError"),
+    "restartPolicy": ("Always", "Never", "OnFailure"),
 }
 
 
@@ -66,6 +68,8 @@ def container_causes(container: KubeObject, path: str, *, host_network: bool) ->
     for key, choices in _CONTAINER_ENUMS.items():
         if container.get(key, choices[0]) not in choices:
             yield unsupported_value(f"{path}.{key}", container[key], choices)
+    if ".initContainers[" in path and not is_sidecar(container):
+        yield from _init_container_causes(container, path)
     yield from resource_causes(container.get("resources") or {}, f"{path}.resources")
     for index, port in enumerate(container.get("ports") or ()):
         yield from _port_causes(port, f"{path}.ports[{index}]", host_network=host_network)
@@ -80,6 +84,12 @@ def container_causes(container: KubeObject, path: str, *, host_network: bool) ->
         if source is not None and not any(source.get(key) for key in _SOURCES):
             text = "must specify one of: `fieldRef`, `resourceFieldRef`, `configMapKeyRef`, `secretKeyRef`"
             yield invalid_value(f"{path}.env[{index}].valueFrom", "", text)
+
+
+def _init_container_causes(container: KubeObject, path: str) -> Iterator[Cause]:
+    for key in ("lifecycle", *_PROBES):
+        if container.get(key) is not None:
+            yield not_allowed(f"{path}.{key}", "may not be set for init containers without restartPolicy=Always")
 
 
 def resource_causes(resources: KubeObject, path: str) -> Iterator[Cause]:

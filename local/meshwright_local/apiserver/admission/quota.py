@@ -16,7 +16,7 @@ from meshwright_local.apiserver.resource_types import Resource, Rules
 from meshwright_local.apiserver.status_errors import Cause, forbidden, not_allowed, qualified, unsupported_value
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import quantities
-from meshwright_local.kube.resources import has_ended
+from meshwright_local.kube.resources import has_ended, is_sidecar
 
 PODS, QUOTAS, LIMIT_RANGES = ("", "pods"), ("", "resourcequotas"), ("", "limitranges")
 _WITH_GENERATION = ("pods", "services", "secrets", "configmaps", "persistentvolumeclaims", "resourcequotas")
@@ -198,15 +198,28 @@ def _use(key: tuple[str, str], obj: KubeObject) -> Amounts:
 
 
 def _totals(spec: KubeObject) -> dict[str, dict[str, str]]:
-    """Return a pod's requests and limits: the sum over its containers, or those of an init container if larger."""
+    """Return a pod's requests and limits: the sum over its containers and sidecars, or those of an init container with
+    the sidecars before it, if larger; plus the overhead.
+    """
     out: dict[str, dict[str, str]] = {}
     for kind in ("requests", "limits"):
         total: Amounts = {}
         for container in spec.get("containers") or ():
             total = _added(total, _amounts(container, kind))
+        sidecars: Amounts = {}
+        peaks: list[Amounts] = []
         for container in spec.get("initContainers") or ():
-            for name, amount in _amounts(container, kind).items():
+            if is_sidecar(container):
+                sidecars = _added(sidecars, _amounts(container, kind))
+            else:
+                peaks.append(_added(_amounts(container, kind), sidecars))
+        total = _added(total, sidecars)
+        for peak in peaks:
+            for name, amount in peak.items():
                 total[name] = max(total.get(name, amount), amount, key=lambda a: a[0])
+        overhead = {name: quantities.parse(value) for name, value in (spec.get("overhead") or {}).items()}
+        # Of a limit that no container has, the pod has none.
+        total = _added(total, {n: a for n, a in overhead.items() if kind == "requests" or n in total})
         out[kind] = {name: quantities.render(*amount) for name, amount in total.items()}
     return out
 

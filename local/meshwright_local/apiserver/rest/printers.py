@@ -5,7 +5,6 @@ The columns of most built-in kinds are JSONPaths, as for custom resources; a few
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ import yaml
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.resource_types import Column, Resource
+from meshwright_local.apiserver.rest.ages import since
+from meshwright_local.apiserver.rest.pod_columns import pod_ready, pod_reason, pod_restarts
 from meshwright_local.apiserver.status_errors import ApiError
 from meshwright_local.apiserver.store import Stored
-from meshwright_local.kube import timestamps
-from meshwright_local.kube.resources import has_ended
 
 _META = "meta.k8s.io/v1"
 _FORMS = {None: "", "Table": "Table", "PartialObjectMetadata": "Partial", "PartialObjectMetadataList": "Partial"}
@@ -144,33 +143,6 @@ def _follow(value: Any, step: re.Match[str]) -> list[Any]:
     return [value[name]] if isinstance(value, dict) and name in value else []
 
 
-def human_duration(seconds: float) -> str:
-    """Format a duration as kubectl does: `42s`, `3m10s`, `2d4h`."""
-    s = int(seconds)
-    for limit, unit, size, sub, part in (
-        (120, "s", 1, "", 1),
-        (600, "m", 60, "s", 1),
-        (10800, "m", 60, "", 1),
-        (28800, "h", 3600, "m", 60),
-        (172800, "h", 3600, "", 1),
-        (691200, "d", 86400, "h", 3600),
-        (63072000, "d", 86400, "", 1),
-    ):
-        if s < limit:
-            rest = s % size // part if sub else 0
-            return f"{s // size}{unit}" + (f"{rest}{sub}" if rest else "")
-    years, days = s // 31536000, s % 31536000 // 86400
-    return f"{years}y" + (f"{days}d" if days and years < 8 else "")
-
-
-def _since(text: Any) -> str:
-    try:
-        age = datetime.datetime.now(datetime.UTC) - timestamps.parse(text)
-        return human_duration(max(0.0, age.total_seconds()))
-    except (TypeError, ValueError, AttributeError):
-        return "<unknown>"
-
-
 def _cell(column: Column, obj: KubeObject) -> Any:
     if column.path in _COMPUTED:
         return _COMPUTED[column.path](obj)
@@ -178,44 +150,10 @@ def _cell(column: Column, obj: KubeObject) -> Any:
     if value is None:
         return column.missing
     if column.type == "date":
-        return _since(value)
+        return since(value)
     if column.type in ("integer", "number", "boolean"):
         return value if isinstance(value, int | float) else None
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _pod_reason(obj: KubeObject) -> str:
-    """Return the STATUS column of a pod."""
-    status = obj.get("status") or {}
-    reason = str(status.get("reason") or status.get("phase") or "Unknown")
-    if obj["spec"].get("schedulingGates"):
-        reason = "SchedulingGated"
-    for container in reversed(status.get("containerStatuses") or []):
-        state = container.get("state") or {}
-        ended, waiting = state.get("terminated") or {}, state.get("waiting") or {}
-        code = f"Signal:{ended['signal']}" if ended.get("signal") else f"ExitCode:{ended.get('exitCode')}"
-        reason = waiting.get("reason") or (ended and (ended.get("reason") or code)) or reason
-    for index, container in enumerate(status.get("initContainerStatuses") or ()):
-        state = container.get("state") or {}
-        ended, waiting = state.get("terminated"), state.get("waiting") or {}
-        if ended and not ended.get("exitCode"):
-            continue
-        text = ended.get("reason") or f"ExitCode:{ended.get('exitCode')}" if ended else waiting.get("reason")
-        progress = f"{index}/{len(obj['spec'].get('initContainers') or ())}"
-        reason = f"Init:{text if text not in (None, 'PodInitializing') else progress}"
-        break
-    if obj["metadata"].get("deletionTimestamp") and not has_ended(obj):
-        reason = "Unknown" if status.get("reason") == "NodeLost" else "Terminating"
-    return reason
-
-
-def _pod_ready(obj: KubeObject) -> str:
-    statuses = (obj.get("status") or {}).get("containerStatuses") or ()
-    return f"{sum(bool(s.get('ready')) for s in statuses)}/{len(obj['spec']['containers'])}"
-
-
-def _restarts(obj: KubeObject) -> str:
-    return str(sum(s.get("restartCount", 0) for s in (obj.get("status") or {}).get("containerStatuses") or ()))
 
 
 def _node_status(obj: KubeObject) -> str:
@@ -233,7 +171,7 @@ def _node_roles(obj: KubeObject) -> str:
 
 def _last_seen(obj: KubeObject) -> str:
     moments = (first(obj, f".{p}") for p in ("series.lastObservedTime", "lastTimestamp", "firstTimestamp", "eventTime"))
-    return _since(next(filter(None, moments), None) or obj["metadata"].get("creationTimestamp"))
+    return since(next(filter(None, moments), None) or obj["metadata"].get("creationTimestamp"))
 
 
 def _about(obj: KubeObject) -> str:
@@ -263,9 +201,9 @@ def _access_modes(obj: KubeObject) -> str:
 
 
 _COMPUTED: dict[str, Callable[[KubeObject], Any]] = {
-    "ready": _pod_ready,
-    "reason": _pod_reason,
-    "restarts": _restarts,
+    "ready": pod_ready,
+    "reason": pod_reason,
+    "restarts": pod_restarts,
     "node": _node_status,
     "roles": _node_roles,
     "seen": _last_seen,
