@@ -218,6 +218,8 @@ def test_exit_codes_text_and_json(tmp_path: Path) -> None:
     assert found[1]["problems"] == [
         {"field": "spec.replicas", "message": 'must be an integer, got a string ("2"): write 2'}
     ]
+    assert validate("-f", bad).output == result.output
+    assert validate(bad, "-f", bad, "--filename", bad).output == 3 * result.output
     assert validate().exit_code == 2
     assert validate(tmp_path / "no.yaml").exit_code == 1
     assert "No such file or directory" in validate(tmp_path / "no.yaml").output

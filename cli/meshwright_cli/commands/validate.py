@@ -26,6 +26,14 @@ _OURS = {name.lower() for name in (KIND, PLURAL, SINGULAR, SHORT_NAME, "parallel
 @click.command()
 @click.argument("files", metavar="[FILE...]", nargs=-1, type=click.Path(path_type=Path, allow_dash=True))
 @click.option(
+    "-f",
+    "--filename",
+    "filenames",
+    type=click.Path(path_type=Path, allow_dash=True),
+    multiple=True,
+    help="The same as FILE, as in kubectl.",
+)
+@click.option(
     "--fabric", type=click.Path(path_type=Path), help="Also check this document of the site's fabric, or only it."
 )
 @click.option(
@@ -36,7 +44,9 @@ _OURS = {name.lower() for name in (KIND, PLURAL, SINGULAR, SHORT_NAME, "parallel
 @click.option(
     "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
 )
-def validate(files: Sequence[Path], fabric: Path | None, profiles: Path | None, output: str) -> None:
+def validate(
+    files: Sequence[Path], filenames: Sequence[Path], fabric: Path | None, profiles: Path | None, output: str
+) -> None:
     """Check manifests of jobs without a cluster.
 
     Checks all that a cluster checks at admission (schema, names, rules), and the model's preset or configuration. Each
@@ -44,6 +54,7 @@ def validate(files: Sequence[Path], fabric: Path | None, profiles: Path | None, 
     `-` reads standard input. Objects of other kinds are listed as not checked. Exits with 1 if a job is invalid or a
     file cannot be read. `meshwright plan` says how a valid job would run.
     """
+    files = [*files, *filenames]
     if not files and fabric is None and profiles is None:
         raise click.UsageError(
             "Missing argument 'FILE...': name a manifest, or a document of the site with --fabric or --profiles."
