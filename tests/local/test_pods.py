@@ -229,7 +229,8 @@ async def test_a_sidecar_is_restarted_whatever_the_pods_policy(kit):
     mounts = [{"name": "shared", "mountPath": "/shared"}]
     await kit.pod(
         "restarted",
-        "cat /shared/n",
+        "cat $DIR/n",
+        env=[{"name": "DIR", "value": "/shared"}],
         volumeMounts=mounts,
         spec={"initContainers": [_sidecar("side", script, startupProbe=ready)], "volumes": SHARED},
     )
