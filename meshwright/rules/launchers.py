@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 TORCH_LAUNCHERS = frozenset({"torchrun", "hyperpodrun"})
 TORCH_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch"})
 """Modules that `python -m` runs as torchrun."""
-_PROGRAMS = TORCH_LAUNCHERS | {"mpirun", "mpiexec", "horovodrun", "deepspeed"}
+_PROGRAMS = TORCH_LAUNCHERS | {"mpirun", "mpiexec", "horovodrun", "deepspeed", "composer"}
 _SHELLS = frozenset({"sh", "bash", "ash", "dash"})
 _WORD = re.compile(r"""(?:[^\s"'\\;|&()]|"(?:[^"\\]|\\.)*"|'[^']*'|\\[^\n])+""")
 """A word of a shell script, with its quotes."""

@@ -16,16 +16,16 @@ import yaml
 from meshwright.api import labels
 from meshwright.crd.manifest_check import check_manifest, check_mistakes
 from meshwright.kube_yaml import dump_document, load_documents
-from meshwright_cli.importing import deepspeed, kubernetes, megatron, torchtitan
+from meshwright_cli.importing import deepspeed, kubernetes, megatron, slurm, torchtitan
 from meshwright_cli.importing.job_kinds import KINDS
-from meshwright_cli.importing.settings import Imported, ImportFileError
+from meshwright_cli.importing.settings import Imported, ImportFileError, without_none
 from meshwright_cli.parameters import input_text
 
 GPUS_OF_A_NODE = 8
 _DEGREES = ("tensor", "pipeline", "context")
 _KINDS = list(KINDS)
 FORMATS = (
-    "DeepSpeed's JSON, arguments of Megatron-LM, torchtitan's TOML, or the manifest of a "
+    "a batch script of Slurm, DeepSpeed's JSON, arguments of Megatron-LM, torchtitan's TOML, or the manifest of a "
     f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}"
 )
 
@@ -46,11 +46,12 @@ FORMATS = (
 def import_job(
     file: Path, gpus: int | None, gpus_per_worker: int | None, preset: str | None, image: str | None
 ) -> None:
-    """Print the job that another tool's manifest or configuration means.
+    """Print the job that another tool's manifest, script or configuration means.
 
     FILE is a manifest with a PyTorchJob, MPIJob, HyperPodPyTorchJob, TrainJob, JobSet or Job of Kubernetes or
-    Volcano, DeepSpeed's JSON, a command line or script with arguments of Megatron-LM, or torchtitan's TOML. `-` reads
-    standard input. Comments name the settings without an equivalent, and what the job still needs.
+    Volcano, a batch script of Slurm, DeepSpeed's JSON, a command line or script with arguments of Megatron-LM, or
+    torchtitan's TOML. `-` reads standard input. Comments name the settings without an equivalent, and what the job
+    still needs.
     """
     try:
         found = imported(_text(file), gpus)
@@ -105,6 +106,8 @@ def imported(text: str, gpus: int | None) -> Imported:
         return torchtitan.read(values, gpus)
     if objects := _objects(text):
         return kubernetes.read_objects(objects)
+    if values is None and slurm.is_batch_script(text):
+        return _batch_script(text, gpus)
     if values is None and megatron.is_megatron(text):
         return megatron.read(text, gpus)
     if re.search(r"\{\{.*\}\}", text) and re.search(r"^kind:", text, re.MULTILINE):
@@ -112,10 +115,27 @@ def imported(text: str, gpus: int | None) -> Imported:
     raise ImportFileError(f"unknown format: expected {FORMATS}")
 
 
+def _batch_script(text: str, gpus: int | None) -> Imported:
+    """A batch script of Slurm: its command or, if that has the arguments of Megatron-LM, the job that they describe."""
+    if not (megatron.is_megatron(text) and re.search(r"pretrain_\w+\.py", text)):
+        return slurm.read(text, gpus)
+    of_nodes, spec, without_equivalent = slurm.allocation(text)
+    found = megatron.read(slurm.with_values(text), gpus or of_nodes)
+    found.spec |= without_none(spec)
+    of_megatron = [flag for flag in found.without_equivalent if not slurm.is_option(flag.removeprefix("--"))]
+    found.without_equivalent = of_megatron + without_equivalent
+    found.notes = [note for note in found.notes if not note.startswith("the value of --container")]
+    name = slurm.name_of(text)
+    found.metadata = {"name": name} if name else {}
+    found.framework = "configuration of Megatron-LM in a batch script of Slurm"
+    return found
+
+
 def comments(found: Imported, job: dict[str, Any]) -> Iterator[str]:
     """What a reader must know about the job."""
     article = "an" if found.framework.startswith("MPI") else "a"
-    yield f"From {article} {found.framework}." if found.metadata else f"From a configuration of {found.framework}."
+    is_named = found.metadata or "Slurm" in found.framework
+    yield f"From {article} {found.framework}." if is_named else f"From a configuration of {found.framework}."
     for name in found.without_equivalent:
         yield f"no equivalent: {name}"
     yield from found.notes

@@ -38,9 +38,7 @@ def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
     job.ignore("status")
     metadata = job.child("metadata")
     gang = (volcano_job if in_volcano else KINDS[kind])(job.child("spec"), others)
-    main = _main_group(gang)
-    pods = read_pods(main.template, CONTAINERS)
-    spec = _spec(gang, pods)
+    spec, notes = read_gang(gang)
     named = {
         "name": metadata.get("name"),
         "namespace": metadata.get("namespace"),
@@ -49,7 +47,7 @@ def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
     }
     metadata.ignore_all()
     kept = [f"{one.get('kind')} `{(one.get('metadata') or {}).get('name')}` stays as it is" for one in others]
-    notes = [*gang.notes, *pods.notes, *(line for line in kept if not line.startswith(tuple(TRAINERS)))]
+    notes += [line for line in kept if not line.startswith(tuple(TRAINERS))]
     return Imported(
         f"{kind} of Volcano" if in_volcano else kind,
         spec,
@@ -57,6 +55,17 @@ def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
         [*notes, "a restart runs the command again: the script must resume from its own checkpoint"],
         metadata=without_none(named),
     )
+
+
+def read_gang(gang: Gang) -> tuple[dict[str, Any], list[str]]:
+    """The spec of a job, and what differs, from what a kind says about all its pods.
+
+    Raises:
+        ImportFileError: it has no pods, or a value has the wrong type.
+    """
+    pods = read_pods(_main_group(gang).template, CONTAINERS)
+    spec = _spec(gang, pods)
+    return spec, [*gang.notes, *pods.notes]
 
 
 def _main_group(gang: Gang) -> Group:
