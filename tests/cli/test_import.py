@@ -228,7 +228,7 @@ def test_torchtitan_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "unknown format: expected a batch script of Slurm, DeepSpeed's JSON"),
+        ("{}", "unknown format: expected a batch script of Slurm, a script with `torchrun`"),
         ("hello", "unknown format"),
         ('{"train_batch_size": "many"}', "`train_batch_size` must be an integer, got 'many'"),
         ("x --num-layers 'two", "quotes do not match"),

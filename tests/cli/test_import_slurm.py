@@ -208,6 +208,30 @@ def test_a_page_with_a_script_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "replicas", "gpus", "words"),
+    [
+        ("torchrun --nnodes=4 --nproc-per-node 8 train.py --lr 1", 32, 8, ["python", "train.py", "--lr", "1"]),
+        ("#!/bin/sh\nN=2\nexport A=1\nexec torchrun --nnodes $N --nproc_per_node=4 -m t.train", 8, 4,
+         ["python", "-m", "t.train"]),
+        ("python -m torch.distributed.run --nproc_per_node 2 a.py", 2, 2, ["python", "a.py"]),
+        ("mpirun -np 8 -N 4 -x A=1 python a.py", 8, 4, ["python", "a.py"]),
+    ],
+)  # fmt: skip
+def test_a_script_without_slurm(tmp_path: Path, text: str, replicas: int, gpus: int, words: list[str]) -> None:
+    comments, job = imported(tmp_path, text)
+    assert comments[0] == "From a script."
+    assert (job["spec"]["replicas"], job["spec"]["workers"]["gpusPerWorker"]) == (replicas, gpus)
+    assert job["spec"]["runtime"]["command"] == words
+    assert not any("GPUs of a node" in comment for comment in comments)
+
+
+def test_nodes_of_an_elastic_torchrun(tmp_path: Path) -> None:
+    _, job = imported(tmp_path, "torchrun --nnodes=2:4 --nproc_per_node=8 --max-restarts=3 train.py")
+    assert job["spec"]["elastic"] == {"minReplicas": 16, "maxReplicas": 32}
+    assert (job["spec"]["replicas"], job["spec"]["recovery"]) == (16, {"maxRestarts": 3})
+
+
+@pytest.mark.parametrize(
     ("limit", "seconds"),
     [
         ("30", 1800), ("30:15", 1815), ("1:30:15", 5415), ("1-2", 93600), ("1-2:30", 95400), ("1-2:30:15", 95415),

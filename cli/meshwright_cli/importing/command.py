@@ -25,7 +25,8 @@ GPUS_OF_A_NODE = 8
 _DEGREES = ("tensor", "pipeline", "context")
 _KINDS = list(KINDS)
 FORMATS = (
-    "a batch script of Slurm, DeepSpeed's JSON, arguments of Megatron-LM, torchtitan's TOML, or the manifest of a "
+    "a batch script of Slurm, a script with `torchrun` or another launcher, DeepSpeed's JSON, arguments of "
+    "Megatron-LM, torchtitan's TOML, or the manifest of a "
     f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}"
 )
 
@@ -49,9 +50,9 @@ def import_job(
     """Print the job that another tool's manifest, script or configuration means.
 
     FILE is a manifest with a PyTorchJob, MPIJob, HyperPodPyTorchJob, TrainJob, JobSet or Job of Kubernetes or
-    Volcano, a batch script of Slurm, DeepSpeed's JSON, a command line or script with arguments of Megatron-LM, or
-    torchtitan's TOML. `-` reads standard input. Comments name the settings without an equivalent, and what the job
-    still needs.
+    Volcano, a batch script of Slurm, a command line or script with `torchrun` or with arguments of Megatron-LM,
+    DeepSpeed's JSON, or torchtitan's TOML. `-` reads standard input. Comments name the settings without an
+    equivalent, and what the job still needs.
     """
     try:
         found = imported(_text(file), gpus)
@@ -110,6 +111,8 @@ def imported(text: str, gpus: int | None) -> Imported:
         return _batch_script(text, gpus)
     if values is None and megatron.is_megatron(text):
         return megatron.read(text, gpus)
+    if values is None and slurm.starts_ranks(text):
+        return slurm.read(text, gpus)
     if re.search(r"\{\{.*\}\}", text) and re.search(r"^kind:", text, re.MULTILINE):
         raise ImportFileError("is a template: render it first, for example with `helm template`")
     raise ImportFileError(f"unknown format: expected {FORMATS}")
@@ -134,7 +137,7 @@ def _batch_script(text: str, gpus: int | None) -> Imported:
 def comments(found: Imported, job: dict[str, Any]) -> Iterator[str]:
     """What a reader must know about the job."""
     article = "an" if found.framework.startswith("MPI") else "a"
-    is_named = found.metadata or "Slurm" in found.framework
+    is_named = found.metadata or "script" in found.framework
     yield f"From {article} {found.framework}." if is_named else f"From a configuration of {found.framework}."
     for name in found.without_equivalent:
         yield f"no equivalent: {name}"

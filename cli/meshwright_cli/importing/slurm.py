@@ -1,4 +1,6 @@
-"""Reads a batch script of Slurm: what `srun` starts on each node becomes the command of a job."""
+"""Reads a batch script of Slurm, or another script with a launcher: what `srun` or `torchrun` starts on each node
+becomes the command of a job.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ from meshwright_cli.importing.batch_script import (
 from meshwright_cli.importing.fields import Fields, whole_number
 from meshwright_cli.importing.job_kinds import Gang, Group
 from meshwright_cli.importing.kubernetes import read_gang
+from meshwright_cli.importing.launchers import without_launcher
 from meshwright_cli.importing.pod_template import is_of_agent
 from meshwright_cli.importing.settings import Imported, ImportFileError
 
-__all__ = ["allocation", "is_batch_script", "name_of", "read", "with_values"]
+__all__ = ["allocation", "is_batch_script", "is_option", "name_of", "read", "starts_ranks", "with_values"]
 
 _UNITS = {"": "Mi", "K": "Ki", "M": "Mi", "G": "Gi", "T": "Ti"}
 _SECONDS = {"minutes": 60, "hours": 3600, "days": 86400}
@@ -94,6 +97,16 @@ def name_of(text: str) -> str | None:
     return allowed or None
 
 
+def starts_ranks(text: str) -> bool:
+    """Whether the text is a script or a command line that runs a launcher, such as `torchrun`."""
+    if "```" in text:
+        return False
+    try:
+        return any(launcher_of(line.command()) is not None for line in read_script(text, {}).lines)
+    except ImportFileError:
+        return False
+
+
 def is_option(name: str) -> bool:
     """Whether sbatch or srun has an option of this name."""
     return name in _READ | _WITHOUT_EFFECT or name in _INSTEAD
@@ -113,26 +126,41 @@ def read(text: str, all_gpus: int | None) -> Imported:
     script = read_script(text, _known(options))
     line = _main_line(script)
     own = {name: value for name, value in (line.options or {}).items() if "$" not in value}
-    options = {**script.options, **own}
+    stated, elastic = _of_launcher(line)
+    options = {**stated, **script.options, **own}
     nodes, gpus = _nodes(options), _gpus(options)
     gpus = gpus or (all_gpus or 0) // nodes
     notes = list(_notes(script, line))
     tasks = _tasks_of_node(options, nodes)
     gang = Gang([Group("node", nodes, Fields(_template(script, line, options, gpus, tasks, notes)))])
     gang.processes = str(tasks) if tasks and launcher_of(line.command()) is None else None
+    gang.pods = elastic if "nodes" not in script.options else (None, None)
     gang.spec = {
         "activeDeadlineSeconds": _seconds(options.get("time", "")),
         "recovery": {"maxRestarts": 0} if "no-requeue" in options else {},
     }
     spec, found = read_gang(gang)
-    if not gpus and not re.search(r"--nproc[-_]per[-_]node", line.text):
+    if not gpus and "--nproc-per-node" not in without_launcher(line.command()).options:
         notes.append(_NO_GPUS)
     found = [note for note in found if not note.startswith(("the pods request no GPUs", "the shell's script runs"))]
     if command := spec.get("runtime", {}).get("command"):
         spec["runtime"]["command"] = _of_ranks(command, found)
     found += [f"no equivalent: {text}" for text in _without_equivalent(options)]
     name = name_of(text)
-    return Imported("batch script of Slurm", spec, [], [*notes, *found], {"name": name} if name else {})
+    kind = "batch script of Slurm" if is_batch_script(text) else "script"
+    return Imported(kind, spec, [], [*notes, *found], {"name": name} if name else {})
+
+
+def _of_launcher(line: Line) -> tuple[dict[str, str], tuple[int | None, int | None]]:
+    """The number of nodes that a launcher's options state, as an option of Slurm, and their range in `--nnodes=2:4`."""
+    options = without_launcher(line.command()).options
+    least, colon, most = options.get("--nnodes", "").partition(":")
+    if least.isdigit():
+        return {"nodes": least}, (int(least), int(most)) if colon and most.isdigit() else (None, None)
+    processes, of_node = options.get("np", ""), options.get("--nproc-per-node", "")
+    if processes.isdigit() and of_node.isdigit() and int(of_node):
+        return {"nodes": str(max(1, int(processes) // int(of_node)))}, (None, None)
+    return {}, (None, None)
 
 
 def _main_line(script: BatchScript) -> Line:
