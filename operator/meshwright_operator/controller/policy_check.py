@@ -53,8 +53,9 @@ def check_policy(observed: Observed, namespace: str, bounds: Bounds) -> Observed
     """
     if lifecycle.finished(observed.status):
         return replace(observed, default_ttl=bounds.ttl_seconds_after_finished)
-    if observed.spec.suspend:
-        return observed
+    suspended = is_true(observed.status.conditions, SUSPENDED)
+    if observed.spec.suspend and (suspended or not has_started(observed.status)):
+        return observed  # checked when it resumes
     excess = spec_excess(observed.elastic or observed.spec, observed.plan, namespace, bounds)
     if not excess:
         return _bounded_growth(observed, namespace, bounds)
@@ -62,8 +63,8 @@ def check_policy(observed: Observed, namespace: str, bounds: Bounds) -> Observed
         text = f"The edit cannot be applied: {excess}"
         blocked = replace(observed.fallback, blocked_edit=BlockedEdit(POLICY_EXCEEDED, text, retryable=False))
         return _bounded_edit(blocked, namespace, bounds)
-    resumes = is_true(observed.status.conditions, SUSPENDED)
-    if has_started(observed.status) and not resumes:
+    if has_started(observed.status) and not suspended:
+        # Also while it is being suspended: an edit that were taken over now would seem to run already if it resumes.
         return _bounded_edit(_bounded_growth(observed, namespace, bounds), namespace, bounds)
     raise JobRejectedError(POLICY_EXCEEDED, excess)
 
