@@ -19,12 +19,14 @@ import pytest
 from meshwright.api.labels import ANNOTATION_CHECKPOINT
 from meshwright.api.objects import KubeObject
 from meshwright.protocol.messages import AgentState, FailureKind
+from meshwright_operator.decide.succeeded_workers import parse_workers
 from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.policy import Bounds, Policy, PriorityBounds
 from meshwright_operator.timestamps import format_time
 from tests.operator.memory import MemoryCluster
 from tests.operator.support import JOBS, PODS, job
+from tests.operator.test_drains import cordon
 from tests.operator.test_edit_races import edit
 from tests.operator.test_gang_races import command, small
 from tests.operator.world import Operator, World
@@ -154,6 +156,8 @@ def drawn(name: str, chance: random.Random) -> KubeObject:
         fields |= {"model": None, "data": None, "training": None, "checkpoint": None}
         fields |= {"parallelism": {"tensor": 2, "pipeline": 1}, "runtime": {"command": ["python", "train.py"]}}
         fields["successPolicy"] = chance.choice(("AllWorkers", "FirstWorker"))
+    if fields["elastic"] is not None:
+        fields["checkpoint"] = {"claimName": "shared", "everySteps": 10**6}
     body = job(name, **fields)
     body["spec"] = {key: value for key, value in body["spec"].items() if value is not None}
     if chance.random() < 0.3:
@@ -556,6 +560,7 @@ class History:
         if ready.get("status") == "True":
             done = sum(pod.phase == "Succeeded" for pod in self.world.pods(name))
             ranks, _, world = str(status.get("readyRanks")).partition("/")
+            done += len(parse_workers((status.get("mesh") or {}).get("succeededWorkers", "")))
             if ranks != world or not 0 <= int(world) // 2 - len(live) <= done:
                 return f"{name} has {status.get('readyRanks')} ranks and {len(live)} pods"
             return f"{name} rescales" if conditions.get("Rescaling", {}).get("status") == "True" else ""
@@ -634,9 +639,9 @@ async def test_whatever_meets_whatever_jobs_settle(seed: int) -> None:
 # What such histories have found, and what meets it.
 
 
-async def kept_running(make: Callable[..., KubeObject], **fields: Any) -> World:
+async def kept_running(make: Callable[..., KubeObject], nodes: int = 3, **fields: Any) -> World:
     """A job of two workers whose ranks have completed the run, and whose pods do not exit yet."""
-    world = World(1, nodes=3, work=20.0)
+    world = World(1, nodes, work=20.0)
     world.submit(make("job", 2, **fields))
     await world.run(8)
     world.keeps_running |= {pod.name for pod in world.pods("job")}
@@ -664,6 +669,19 @@ async def test_a_job_that_is_suspended_while_its_pods_do_not_exit_has_succeeded(
     await world.run(150)
     assert world.true("job", "Complete")
     assert not [pod for pod in world.pods("job") if not pod.deleting]
+
+
+@pytest.mark.parametrize(("nodes", "fields"), [(3, {}), (2, {"elastic": {"pauseSeconds": 10}})])
+async def test_nobody_leaves_a_draining_node_who_only_has_to_exit(nodes: int, fields: dict[str, Any]) -> None:
+    world = await kept_running(small, nodes, checkpoint={"claimName": "shared"}, **fields)
+    await world.run(15)
+    cordon(world, world.pods("job")[1].node, cordoned=True)
+    await world.run(15)
+    assert not any(pod.deleting for pod in world.pods("job"))
+    world.keeps_running.clear()
+    await world.run(5)
+    assert world.true("job", "Complete")
+    assert world.status("job")["mesh"]["generation"] == 1
 
 
 async def test_a_deadline_that_passes_while_pods_exit_takes_no_success() -> None:
