@@ -759,3 +759,52 @@ async def test_the_policy_bounds_a_job_that_is_edited_while_it_is_suspended() ->
     await world.run(20)
     assert world.condition("job", "Ready")["reason"] == "PolicyExceeded"
     assert not world.pods("job")
+
+
+ELASTIC: dict[str, Any] = {"elastic": {"minReplicas": 1, "pauseSeconds": 10}}
+CHECKPOINT: dict[str, Any] = {"checkpoint": {"claimName": "shared"}}
+
+
+async def edited(before: dict[str, Any], after: dict[str, Any], bounds: Bounds = Bounds()) -> World:  # noqa: B008
+    """A job of two workers on four nodes, half a minute after an edit."""
+    world = World(1, nodes=4, work=FOREVER)
+    world.operators[0].scheduler.set_policy(Policy(defaults=bounds))
+    world.submit(small("job", 2, **CHECKPOINT, **before))
+    await world.run(15)
+    names = {pod.name for pod in world.pods("job")}
+    edit(world, "job", after)
+    await world.run(30)
+    assert {pod.name for pod in world.pods("job")} == names, "its workers go on"
+    assert world.status("job")["readyRanks"] == "4/4"
+    return world
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(("before", "after"), [({}, ELASTIC), (ELASTIC, {"elastic": None})])
+async def test_an_edit_that_adds_or_removes_elastic_waits_with_the_update_policy(
+    before: dict[str, Any], after: dict[str, Any], replicas: int
+) -> None:
+    world = await edited({"updatePolicy": "OnRestart", **before}, {**after, "replicas": replicas})
+    assert world.condition("job", "Ready")["reason"] == "EditWaits"
+    world.crash(world.pods("job")[0].name)
+    await world.run(40)
+    assert world.true("job", "Ready")
+    assert len([pod for pod in world.pods("job") if not pod.terminal]) == replicas
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({}, {"elastic": {"minReplicas": 6}, "replicas": 6}), (ELASTIC, {"elastic": None, "replicas": 6})],
+)
+async def test_an_edit_that_adds_or_removes_elastic_and_does_not_fit_costs_no_run(
+    before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    world = await edited(before, after)
+    assert world.condition("job", "Ready")["reason"] == "EditDoesNotFit"
+
+
+@pytest.mark.parametrize("before", [{}, ELASTIC])
+async def test_the_policy_bounds_an_edit_that_adds_or_removes_elastic(before: dict[str, Any]) -> None:
+    after = {"elastic": None} if before else ELASTIC
+    world = await edited(before, {**after, "replicas": 4}, Bounds(max_gpus_per_job=4))
+    assert world.condition("job", "Ready")["reason"] == "PolicyExceeded"
