@@ -213,7 +213,7 @@ class History:
         if obj is None or obj["metadata"].get("deletionTimestamp"):
             return
         new = copy.deepcopy(obj)
-        new["spec"] |= spec
+        new["spec"] = {key: value for key, value in (new["spec"] | spec).items() if value is not None}
         if new["spec"] != obj["spec"]:
             self.say(f"edit {name} {spec}")
             if not spec.keys() <= LIVE:
@@ -226,7 +226,7 @@ class History:
         if obj is None:
             return
         spec, chance = obj["spec"], self.chance
-        kind = chance.randrange(11)
+        kind = chance.randrange(13)
         if kind <= 1:
             self.change(name, suspend=not spec.get("suspend", False))
         elif kind <= 3:
@@ -248,6 +248,8 @@ class History:
                 replicas=chance.randint(1, 4),
                 workers={**spec["workers"], "image": chance.choice(("one", "two", "three"))},
             )
+        elif kind <= 11 and "checkpoint" in spec and "command" not in spec.get("runtime", {}):
+            self.change(name, elastic=None if "elastic" in spec else _elastic(chance), replicas=chance.randint(1, 4))
         else:
             self.ask_for_a_checkpoint(name)
 
@@ -807,4 +809,11 @@ async def test_an_edit_that_adds_or_removes_elastic_and_does_not_fit_costs_no_ru
 async def test_the_policy_bounds_an_edit_that_adds_or_removes_elastic(before: dict[str, Any]) -> None:
     after = {"elastic": None} if before else ELASTIC
     world = await edited(before, {**after, "replicas": 4}, Bounds(max_gpus_per_job=4))
+    assert world.condition("job", "Ready")["reason"] == "PolicyExceeded"
+
+
+@pytest.mark.parametrize("size", [{"replicas": 4}, {"elastic": {**ELASTIC["elastic"], "fill": True, "maxReplicas": 4}}])
+async def test_the_policy_bounds_the_size_in_an_edit_that_also_restarts_the_gang(size: dict[str, Any]) -> None:
+    """The restart is blocked, and `replicas` of an elastic job takes effect without one."""
+    world = await edited(ELASTIC, {**size, "workers": OTHER_IMAGE}, Bounds(max_gpus_per_job=4))
     assert world.condition("job", "Ready")["reason"] == "PolicyExceeded"

@@ -62,9 +62,9 @@ def check_policy(observed: Observed, namespace: str, bounds: Bounds) -> Observed
     if observed.fallback is not None:
         text = f"The edit cannot be applied: {excess}"
         blocked = replace(observed.fallback, blocked_edit=BlockedEdit(POLICY_EXCEEDED, text, retryable=False))
-        return _bounded_edit(blocked, namespace, bounds)
+        return _bounded_edit(_bounded_growth(blocked, namespace, bounds), namespace, bounds)
     if has_started(observed.status) and not suspended:
-        # Also while it is being suspended: an edit that were taken over now would seem to run already if it resumes.
+        # Also while it is being suspended: an edit that is taken over now would count as running if the job resumes.
         return _bounded_edit(_bounded_growth(observed, namespace, bounds), namespace, bounds)
     raise JobRejectedError(POLICY_EXCEEDED, excess)
 
