@@ -94,10 +94,10 @@ class Line(KubeClient):
         new: KubeObject = await self._through(lambda: self._cluster.merge_patch(path, body), writes=True)
         return new
 
-    async def delete(self, path: str, uid: str) -> KubeObject | None:
+    async def delete(self, path: str, uid: str, version: str = "") -> KubeObject | None:
         answer: KubeObject | None
         try:
-            answer = await self._through(lambda: self._cluster.delete(path, uid), writes=True)
+            answer = await self._through(lambda: self._cluster.delete(path, uid, version), writes=True)
         except ApiError as error:
             if error.code not in (404, 409):
                 raise
@@ -108,15 +108,16 @@ class Line(KubeClient):
 class Cluster(MemoryCluster):
     """Also finalizers, which hold a job that the operator deletes."""
 
-    async def delete(self, path: str, uid: str) -> KubeObject | None:
+    async def delete(self, path: str, uid: str, version: str = "") -> KubeObject | None:
         obj = self.objects.get(path)
-        if obj is not None and obj["metadata"]["uid"] == uid and obj["metadata"].get("finalizers"):
+        same = obj is not None and version in ("", obj["metadata"]["resourceVersion"])
+        if obj is not None and same and obj["metadata"]["uid"] == uid and obj["metadata"].get("finalizers"):
             if "deletionTimestamp" not in obj["metadata"]:
                 obj = copy.deepcopy(obj)
                 obj["metadata"]["deletionTimestamp"] = format_time(self._now())
                 self.update(path, obj)
             return {}
-        return await super().delete(path, uid)
+        return await super().delete(path, uid, version)
 
 
 class FaultyWorld(World):
@@ -817,3 +818,22 @@ async def test_the_policy_bounds_the_size_in_an_edit_that_also_restarts_the_gang
     """The restart is blocked, and `replicas` of an elastic job takes effect without one."""
     world = await edited(ELASTIC, {**size, "workers": OTHER_IMAGE}, Bounds(max_gpus_per_job=4))
     assert world.condition("job", "Ready")["reason"] == "PolicyExceeded"
+
+
+@pytest.mark.parametrize("late", [{"ttlSecondsAfterFinished": None}, {"ttlSecondsAfterFinished": 3600}])
+async def test_a_finished_job_that_is_edited_to_stay_is_kept_although_the_watch_is_late(late: dict[str, Any]) -> None:
+    world = World(1, nodes=3, work=5.0)
+    world.submit(small("job", 2, ttlSecondsAfterFinished=30))
+    await world.run(30)
+    assert world.true("job", "Complete")
+    world.operators[0].lag = timedelta(seconds=60)
+    edit(world, "job", late)
+    await world.run(100)
+    assert f"{JOBS}/job" in world.cluster.objects
+
+
+async def test_a_finished_job_is_deleted_in_time_although_its_status_has_just_changed() -> None:
+    world = World(1, nodes=3, work=5.0)
+    world.submit(small("job", 2, ttlSecondsAfterFinished=0))
+    await world.run(30)
+    assert f"{JOBS}/job" not in world.cluster.objects
