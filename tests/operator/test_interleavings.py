@@ -25,9 +25,10 @@ from meshwright_operator.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.policy import Bounds, Policy, PriorityBounds
 from meshwright_operator.timestamps import format_time
 from tests.operator.memory import MemoryCluster
-from tests.operator.support import JOBS, PODS, job
+from tests.operator.support import JOBS, PODS, job, node
 from tests.operator.test_drains import cordon
 from tests.operator.test_edit_races import edit
+from tests.operator.test_elastic import set_ready
 from tests.operator.test_gang_races import command, small
 from tests.operator.world import Operator, World
 from tests.randomness import seeds
@@ -837,3 +838,27 @@ async def test_a_finished_job_is_deleted_in_time_although_its_status_has_just_ch
     world.submit(small("job", 2, ttlSecondsAfterFinished=0))
     await world.run(30)
     assert f"{JOBS}/job" not in world.cluster.objects
+
+
+@pytest.mark.parametrize("size", [{"replicas": 4}, {"elastic": {**ELASTIC["elastic"], "fill": True, "maxReplicas": 4}}])
+async def test_the_policy_bounds_an_edit_of_the_size_of_a_job_that_has_lost_a_node(size: dict[str, Any]) -> None:
+    """It grows again to the size that it had, and not beyond."""
+    world = World(1, nodes=2, work=FOREVER)
+    world.operators[0].scheduler.set_policy(Policy(defaults=Bounds(max_gpus_per_job=4)))
+    elastic = {"elastic": {**ELASTIC["elastic"], "replacementSeconds": 0}}
+    world.submit(small("job", 2, **CHECKPOINT, **elastic))
+    await world.run(20)
+    set_ready(world, world.pods("job")[1].node, ready=False)
+    await world.run(40)
+    assert world.status("job")["replicas"] == 1
+    edit(world, "job", size)
+    await world.run(20)
+    for name in ("n2", "n3", "n4"):
+        body = node(name, "r0", 2)
+        body["metadata"]["uid"] = f"uid-of-{name}"
+        world.cluster.stamp(body)
+        world.nodes[name] = body
+        world.operators[0].cache.put_node(body)
+    await world.run(120)
+    assert world.status("job")["replicas"] == 2
+    assert world.condition("job", "Ready")["reason"] == "PolicyExceeded"
