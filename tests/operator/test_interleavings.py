@@ -862,3 +862,22 @@ async def test_the_policy_bounds_an_edit_of_the_size_of_a_job_that_has_lost_a_no
     await world.run(120)
     assert world.status("job")["replicas"] == 2
     assert world.condition("job", "Ready")["reason"] == "PolicyExceeded"
+
+
+@pytest.mark.parametrize(("first", "size"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize("bad", [{"workers": "none"}, {"elastic": None, "replicas": 40}])
+async def test_an_elastic_job_that_was_resized_keeps_its_size_while_an_edit_is_blocked(
+    first: int, size: int, bad: dict[str, Any]
+) -> None:
+    """The spec in effect has the size that takes effect at once, and not that of the first start."""
+    world = World(1, nodes=5, work=FOREVER)
+    world.submit(small("job", first, **CHECKPOINT, **ELASTIC))
+    await world.run(20)
+    edit(world, "job", {"replicas": size})
+    await world.run(60)
+    assert world.status("job")["replicas"] == size
+    generation = world.status("job")["mesh"]["generation"]
+    edit(world, "job", bad)
+    await world.run(60)
+    assert world.condition("job", "Ready")["reason"] == "InvalidSpec"
+    assert (world.status("job")["replicas"], world.status("job")["mesh"]["generation"]) == (size, generation)
