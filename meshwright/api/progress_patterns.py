@@ -52,8 +52,26 @@ DEFAULT_PATTERNS = (*(pattern for some in FRAMEWORK_PATTERNS.values() for patter
 """Used if the job sets none and names no framework. The first one that matches a line counts."""
 
 
+MAX_WIDE_RANGES = 4
+_WIDE_RANGE = re.compile(r"-(?:[^\x00-\xff]|\\[uUN])")
+_IGNORES_CASE = re.compile(r"\(\?[a-zA-Z]*i")
+
+
+def _takes_long(pattern: str) -> bool:
+    """Whether compiling takes long: without case, `re` looks at each character of a range, of which there are 65,536.
+
+    The operator compiles the patterns of all jobs.
+    """
+    return _IGNORES_CASE.search(pattern) is not None and len(_WIDE_RANGE.findall(pattern)) > MAX_WIDE_RANGES
+
+
 def pattern_problem(pattern: str) -> str:
     """Why a pattern cannot be used, or an empty string."""
+    if _takes_long(pattern):
+        return (
+            f"has more than {MAX_WIDE_RANGES} ranges up to a character beyond Latin-1 with `(?i)`, which take long to "
+            "compile: list characters, or remove `(?i)`"
+        )
     try:
         compiled = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:

@@ -192,9 +192,13 @@ def effect_of(path: str) -> Effect:
 
 
 def live_fields(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> tuple[str, ...]:
-    """The fields that take effect at once. With `elastic`, `replicas` is one of them."""
-    resizable = running.elastic is not None and wanted.elastic is not None
-    return (*LIVE, "replicas") if resizable else LIVE
+    """The fields that take effect at once. With `elastic`, `replicas` is one of them.
+
+    An edit that adds or removes `elastic` restarts the gang: workers that run keep theirs until then.
+    """
+    if (running.elastic is None) != (wanted.elastic is None):
+        return tuple(field for field in LIVE if field != "elastic")
+    return (*LIVE, "replicas") if running.elastic is not None else LIVE
 
 
 def with_live_fields(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:

@@ -407,6 +407,17 @@ def test_each_part_of_monitoring_can_be_left_out(part):
         ("replicas=0", "replicas"),
         ("operator.logLevel=loud", "logLevel"),
         ("watchNamespaces={Red}", "watchNamespaces"),
+        ("podLabels.app\\.kubernetes\\.io/name=x", "podLabels"),
+        ("imagePullSecrets[0].name=5", "imagePullSecrets"),
+        # A null removes a default. Without these an argument would be empty, and the operator would not start.
+        ("replicas=null", "replicas"),
+        ("coordinator.port=null", "port"),
+        ("coordinator.tls.mode=null", "mode"),
+        ("coordinator.tls.issuer=null", "issuer"),
+        ("coordinator.tls.clusterDomain=null", "clusterDomain"),
+        ("metrics.port=null", "port"),
+        ("operator.workers=null", "workers"),
+        ("operator.leaseSeconds=null", "leaseSeconds"),
     ],
 )
 def test_bad_values_are_refused_by_name(value, word):
@@ -414,6 +425,21 @@ def test_bad_values_are_refused_by_name(value, word):
     assert result.returncode != 0
     # Helm 4 names a field as a path.
     assert word in result.stderr or word.replace(".", "/") in result.stderr
+
+
+@needs_helm
+def test_large_numbers_and_odd_names_reach_the_operator_as_they_are():
+    """Helm writes a million as `1e+06`, and YAML reads `123` as a number and `a # b` as `a`."""
+    sets = ["operator.workers=1000000", "operator.maxConnectionsPerSource=2000000", "coordinator.tls.serverName=a # b"]
+    found = render(*sets, "coordinator.tls.names={x: y}")
+    arguments = found["Deployment", "mw-meshwright"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    for wanted in ("workers=1000000", "max-connections-per-source=2000000", "tls-server-name=a # b", "tls-name=x: y"):
+        assert f"--{wanted}" in arguments
+    flags = ["--set-string", "priorityClassName=123,coordinator.tls.mode=secret,coordinator.tls.secretName=456"]
+    result = helm("template", "mw", str(CHART), *flags, "--show-only", "templates/deployment.yaml")
+    pod = yaml.safe_load(result.stdout)["spec"]["template"]["spec"]
+    assert pod["priorityClassName"] == "123"
+    assert pod["volumes"][0]["secret"]["secretName"] == "456"
 
 
 @needs_helm

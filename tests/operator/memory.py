@@ -83,10 +83,10 @@ class MemoryCluster(KubeClient):
             self.on_pod_change(old, new)
         return self.update(path, new)
 
-    async def delete(self, path: str, uid: str) -> KubeObject | None:
+    async def delete(self, path: str, uid: str, version: str = "") -> KubeObject | None:
         self.requests.append(("delete", path))
         obj = self.objects.get(path)
-        if obj is None or obj["metadata"]["uid"] != uid:
+        if obj is None or obj["metadata"]["uid"] != uid or version not in ("", obj["metadata"]["resourceVersion"]):
             return None
         self.writes += 1
         if "/pods/" in path and obj["spec"].get("nodeName") and obj["status"]["phase"] in ("Pending", "Running"):

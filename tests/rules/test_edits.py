@@ -206,3 +206,19 @@ def test_a_command_can_be_edited() -> None:
     new = ParallelTrainingJobSpec.model_validate(changed(COMMAND, {"runtime.command": ["python", "other.py"]}))
     assert check_edit(old, new) == broken_in_cel(old, new, TRAINED) == []
     assert restarting_parts(old) != restarting_parts(new)
+
+
+@pytest.mark.parametrize(
+    ("running", "wanted"),
+    [
+        ({}, {"elastic": {"minReplicas": 1}, "replicas": 3}),
+        ({"elastic": {"minReplicas": 1}}, {"elastic": None, "replicas": 3}),
+        ({"elastic": {"minReplicas": 1}}, {"elastic": {"fill": True, "maxReplicas": 9}, "replicas": 3}),
+        ({"elastic": {"scaledBatch": {"replicas": 2, "learningRate": "Linear"}}}, {"elastic": {"minReplicas": 1}}),
+        ({}, {"recovery": {"inMemory": True}, "priority": 3, "workers.image": "worker:2"}),
+    ],
+)
+def test_what_takes_effect_at_once_never_changes_the_revision(running: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Otherwise the spec in effect would not be known after it: it is stored with its revision."""
+    before, after = spec_of({**CHECKPOINT, **running}), spec_of({**CHECKPOINT, **running, **wanted})
+    assert restarting_parts(with_live_fields(before, after)) == restarting_parts(before)

@@ -72,6 +72,10 @@ class JobReporter:
         """
         await self._writer.write(key, job, decision.status, bool(decision.events))
 
+    async def refresh(self, key: JobKey) -> None:
+        """Read the job again, because the cache is out of date."""
+        await self._writer.refresh(key)
+
     def report(self, key: JobKey, job: KubeObject, decision: Decision) -> None:
         """Post the events of a decision whose status is written, and update the job's metrics."""
         observed = decision.observed

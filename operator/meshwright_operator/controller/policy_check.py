@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.api.conditions import SUSPENDED, is_true
+from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright_operator.controller.observe import JobRejectedError
 from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.applied_spec import running_spec
@@ -53,17 +54,18 @@ def check_policy(observed: Observed, namespace: str, bounds: Bounds) -> Observed
     """
     if lifecycle.finished(observed.status):
         return replace(observed, default_ttl=bounds.ttl_seconds_after_finished)
-    if observed.spec.suspend:
-        return observed
+    suspended = is_true(observed.status.conditions, SUSPENDED)
+    if observed.spec.suspend and (suspended or not has_started(observed.status)):
+        return observed  # checked when it resumes
     excess = spec_excess(observed.elastic or observed.spec, observed.plan, namespace, bounds)
     if not excess:
         return _bounded_growth(observed, namespace, bounds)
     if observed.fallback is not None:
         text = f"The edit cannot be applied: {excess}"
         blocked = replace(observed.fallback, blocked_edit=BlockedEdit(POLICY_EXCEEDED, text, retryable=False))
-        return _bounded_edit(blocked, namespace, bounds)
-    resumes = is_true(observed.status.conditions, SUSPENDED)
-    if has_started(observed.status) and not resumes:
+        return _bounded_edit(_bounded_growth(blocked, namespace, bounds), namespace, bounds)
+    if has_started(observed.status) and not suspended:
+        # Also while it is being suspended: an edit that is taken over now would count as running if the job resumes.
         return _bounded_edit(_bounded_growth(observed, namespace, bounds), namespace, bounds)
     raise JobRejectedError(POLICY_EXCEEDED, excess)
 
@@ -98,4 +100,13 @@ def _bounded_growth(observed: Observed, namespace: str, bounds: Bounds) -> Obser
         return observed
     blocked = BlockedEdit(POLICY_EXCEEDED, f"The edit cannot be applied: {excess}", retryable=False)
     left = [plan for plan in observed.size_plans if plan not in larger]
-    return replace(observed, size_plans=left, blocked_edit=observed.blocked_edit or blocked)
+    elastic_spec = _wanting(observed.elastic, known) if observed.elastic is not None else None
+    return replace(observed, size_plans=left, elastic=elastic_spec, blocked_edit=observed.blocked_edit or blocked)
+
+
+def _wanting(spec: ParallelTrainingJobSpec, replicas: int) -> ParallelTrainingJobSpec:
+    """The spec of an elastic job that wants no more replicas: status records what it wants when it grows."""
+    elastic = spec.elastic
+    if elastic is not None and elastic.max_replicas is not None:
+        elastic = elastic.model_copy(update={"max_replicas": min(elastic.max_replicas, replicas)})
+    return spec.model_copy(update={"replicas": min(spec.replicas, replicas), "elastic": elastic})

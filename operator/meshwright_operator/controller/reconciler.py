@@ -354,7 +354,7 @@ class Reconciler:
         await self._publish(registry, draft)
         self._reporter.report(key, job, draft)
         if draft.delete_job:
-            await self._client.delete(jobs_path(key.namespace, key.name), observed.uid)
+            await self._delete_job(key, observed)
             return
         refused = 0
         try:
@@ -376,6 +376,17 @@ class Reconciler:
                 self._queue.add(key)
         if draft.requeue_after is not None:
             self._queue.add_after(key, max(0.05, draft.requeue_after))
+
+    async def _delete_job(self, key: JobKey, observed: Observed) -> None:
+        """Delete a job whose time to live is over, unless somebody has edited it since: maybe to keep it."""
+        job = self._cache.jobs.get(key)
+        metadata = job["metadata"] if job is not None else {}
+        if (metadata.get("uid"), metadata.get("generation")) != (observed.uid, observed.generation):
+            return  # the edit reconciles the job again
+        version = str(metadata["resourceVersion"])
+        if await self._client.delete(jobs_path(key.namespace, key.name), observed.uid, version) is None:
+            await self._reporter.refresh(key)
+            self._queue.add_after(key, self._stale_retries.delay(key))
 
     async def _publish(self, registry: AgentRegistry, draft: Decision) -> None:
         """Publish the persisted generation to the agents."""

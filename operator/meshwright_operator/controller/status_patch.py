@@ -82,7 +82,7 @@ class StatusWriter:
             await self._patch(path, metadata, patch, merge_diff(old, new))
         except ApiError as error:
             if error.code in (404, 409):
-                await self._refresh(key)
+                await self.refresh(key)
                 raise ConflictError from None
             if error.code in (400, 422):
                 raise StatusRejectedError(error.code, error.reason, error.message) from None
@@ -108,7 +108,7 @@ class StatusWriter:
             stored = await self._client.merge_patch(path, {"metadata": metadata, "status": replacement})
         self._cache.put_job(stored)
 
-    async def _refresh(self, key: JobKey) -> None:
+    async def refresh(self, key: JobKey) -> None:
         """Read the job again, because the cache is out of date."""
         try:
             self._cache.put_job(await self._client.get(jobs_path(key.namespace, key.name)))

@@ -34,7 +34,7 @@ from meshwright.rules.revision import (
     without_defaults,
     without_later_defaults,
 )
-from meshwright.rules.spec_defaults import DEFAULTS, SCHEME
+from meshwright.rules.spec_defaults import DEFAULTS, ELASTIC_SCHEME, SCHEME
 from meshwright_operator.decide.observed import has_started
 
 
@@ -112,7 +112,7 @@ def _updated(applied_spec: str, spec: ParallelTrainingJobSpec, revision: str) ->
     """The applied spec with the values that `spec` has of the fields that restart no worker."""
     stored, wire = json.loads(applied_spec), spec.wire()
     before = json.dumps(stored)
-    for path in (*LIVE, *NEXT_START):
+    for path in _without_restart(stored, wire):
         before_edit, value = field_at(stored["spec"], path), field_at(wire, path)
         if (
             before_edit is None
@@ -126,6 +126,13 @@ def _updated(applied_spec: str, spec: ParallelTrainingJobSpec, revision: str) ->
         return applied_spec
     text = _envelope(stored["scheme"], stored["spec"])
     return text if len(text) <= MAX_APPLIED_SPEC else applied_spec
+
+
+def _without_restart(stored: Mapping[str, Any], wire: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields that restart no worker. The replicas of an elastic job are one of them."""
+    elastic = all(field_at(fields, "elastic") is not None for fields in (stored["spec"], wire))
+    resizable = elastic and stored["scheme"] >= ELASTIC_SCHEME
+    return (*LIVE, *NEXT_START, "replicas") if resizable else (*LIVE, *NEXT_START)
 
 
 def spec_at_start(

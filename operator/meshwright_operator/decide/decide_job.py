@@ -65,14 +65,14 @@ def decide(observed: Observed) -> Decision:
     if lifecycle.finished(observed.status):
         _clean_up_finished(decision)
         return decision
+    completed = not observed.mesh.pending_cause and lifecycle.all_completed(observed)
+    succeeded = _succeeded(observed)
     left = lifecycle.deadline_left(observed.spec, observed.status, observed.now)
-    if left is not None and left <= 0:
-        seconds = observed.spec.active_deadline_seconds
-        decision.fail(
-            "DeadlineExceeded", f"The job was active for longer than `spec.activeDeadlineSeconds` ({seconds})"
-        )
-        return decision
-    decision.requeue_within(left)
+    if not (succeeded or completed):  # what the ranks have completed is not lost while their pods exit
+        if left is not None and left <= 0:
+            _fail_on_deadline(decision)
+            return decision
+        decision.requeue_within(left)
     _adopt_plan(decision)
     _report_blocked_edit(decision)
     restart_policy.drop_expired(decision.status, observed.spec.recovery, observed.now)
@@ -84,11 +84,9 @@ def decide(observed: Observed) -> Decision:
     _block_nodes(decision)
     decision.delete += [pod for worker in observed.workers for pod in worker.obsolete_pods]
     _record_succeeded_workers(decision)
-    if lifecycle.succeeded(observed) and not (observed.spec.suspend and observed.mesh.pending_cause):
-        # Also if the job is to be suspended now: while it is, the pods that prove its success may be removed. Pods that
-        # were deleted to suspend it prove nothing.
+    if succeeded:
         decision.complete(_completion(decision))
-    elif observed.spec.suspend:
+    elif observed.spec.suspend and not completed:
         _suspend(decision)
     elif _exit_overdue(decision):
         _complete_without_exit(decision)
@@ -98,6 +96,21 @@ def decide(observed: Observed) -> Decision:
         if not preempted_job.stop(decision) and not resize.update_size(decision):
             _advance_generation(decision)
     return decision
+
+
+def _succeeded(observed: Observed) -> bool:
+    """Whether the job has succeeded, also if it is to be suspended now.
+
+    While it is suspended, the pods that prove its success may be removed. Pods that were deleted to suspend it prove
+    nothing.
+    """
+    return lifecycle.succeeded(observed) and not (observed.spec.suspend and bool(observed.mesh.pending_cause))
+
+
+def _fail_on_deadline(decision: Decision) -> None:
+    seconds = decision.observed.spec.active_deadline_seconds
+    text = f"The job was active for longer than `spec.activeDeadlineSeconds` ({seconds})"
+    decision.fail("DeadlineExceeded", text)
 
 
 def _block_nodes(decision: Decision) -> None:

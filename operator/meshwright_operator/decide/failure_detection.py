@@ -158,8 +158,8 @@ def paused_ranks(observed: Observed) -> Interruption | Undetermined | None:
 def uncounted_crashes(observed: Observed) -> list[Worker]:
     """Workers that exited while the next generation was being formed, which no earlier verdict has counted.
 
-    Exit code 0 counts too: without a generation there was nothing to complete, and a container that exits at once must
-    not be restarted without limit.
+    Exit code 0 counts too, unless ranks in the pod were part of the last generation: without one there was nothing to
+    complete, and a container that exits at once must not be restarted without limit.
     """
     since = parse_time(observed.mesh.pending_since)
     return [
@@ -168,7 +168,16 @@ def uncounted_crashes(observed: Observed) -> list[Worker]:
         if worker.state in (PodState.CRASHED, PodState.SUCCEEDED)
         and worker.pod is not None
         and (since is None or worker.pod.ended is None or max(worker.pod.ended, _created(worker.pod)) >= since)
+        and not _completed_late(observed, worker)
     ]
+
+
+def _completed_late(observed: Observed, worker: Worker) -> bool:
+    """Whether ranks have completed the run although another worker was lost meanwhile. That is no failure of theirs."""
+    formed = parse_time(observed.mesh.started_time) if observed.mesh.generation > 0 else None
+    created = worker.pod.created if worker.pod is not None else None
+    # A generation is formed only once all its pods run: a later pod has had nothing to complete.
+    return worker.state is PodState.SUCCEEDED and formed is not None and created is not None and created <= formed
 
 
 def _created(pod: Pod) -> datetime:

@@ -10,11 +10,12 @@ from meshwright.api import conditions as names
 from meshwright.api.conditions import find
 from meshwright.api.spec import CordonedNodes
 from meshwright.api.status import ParallelTrainingJobStatus
-from meshwright.protocol.run_config import CommandRun
+from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright.rules.recovery_times import MIN_TIMEOUT_SECONDS
 from meshwright_operator.decide import (
     gang_actions,
     hang_detection,
+    lifecycle,
     mesh_generation,
     progress,
     resize,
@@ -136,6 +137,8 @@ def _move_off_draining_nodes(decision: Decision) -> None:
         return  # only the external scheduler knows whether the workers fit elsewhere
     if not draining or spec.recovery.cordoned_nodes is CordonedNodes.STAY or spec.checkpoint is None:
         return
+    if _run_ends(observed):
+        return  # workers that have completed the run cannot join another mesh
     if observed.elastic is not None:
         resize.move_beside(decision, draining)
         decision.requeue_within(MOVE_RETRY_SECONDS)
@@ -146,3 +149,9 @@ def _move_off_draining_nodes(decision: Decision) -> None:
         return
     decision.move = gang_actions.Place(draining, {w.index: w.node for w in observed.workers if w not in draining})
     decision.requeue_within(MOVE_RETRY_SECONDS)
+
+
+def _run_ends(observed: Observed) -> bool:
+    """Whether only pods have to exit. Ranks of the built-in runtime complete the run together."""
+    together = isinstance(observed.run, NativeRun) and any(worker.completed for worker in observed.workers)
+    return together or lifecycle.all_completed(observed)

@@ -258,8 +258,8 @@ class KubeClient:
         query = {"fieldManager": FIELD_MANAGER}
         return await self._call("PATCH", path, query, body, "application/merge-patch+json")
 
-    async def delete(self, path: str, uid: str) -> KubeObject | None:
-        """Delete the object with this uid, with its own grace period.
+    async def delete(self, path: str, uid: str, version: str = "") -> KubeObject | None:
+        """Delete the object with this uid, with its own grace period. With `version`, only if that is its version.
 
         Returns:
             The server's answer. None if there is no object with this uid any more, or if it changes at the same time.
@@ -267,7 +267,7 @@ class KubeClient:
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
-            "preconditions": {"uid": uid},
+            "preconditions": {"uid": uid, **({"resourceVersion": version} if version else {})},
             "propagationPolicy": "Background",
         }
         try:

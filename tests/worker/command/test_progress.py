@@ -182,6 +182,11 @@ def test_common_patterns_take_little_time_on_long_lines() -> None:
     ("pattern", "problem"),
     [
         ("step (?P<step>[0-9]+", "is not a regular expression: missing )"),
+        ("(?i)(?P<step>[a-\uffffb-\uffffc-\uffffd-\uffffe-\uffff]+)", "has more than 4 ranges up to a character"),
+        (
+            r"(?P<step>a)(?si:[a-\uffffb-\uffff][c-\U0001ffffd-\uffff]-\uffff)",
+            "has more than 4 ranges up to a character",
+        ),
         (
             "(?P<speed>[0-9]+)",
             "has the unknown group `speed`: use step, loss, tokens, learning_rate, total_steps or epoch",
