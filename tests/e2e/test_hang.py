@@ -25,8 +25,8 @@ async def test_a_rank_that_hangs_is_named_and_started_again(stage, reference):
     assert status.restarts_toward_limit == 1
     assert {p["metadata"]["uid"] for p in await stage.pods("hang")} == pods, "the pods are the same"
     assert int(started) not in processes(uid)
-    events = [e for e in (await stage.client.list(EVENTS, NAMESPACE)).items if e["reason"] == "Hang"]
-    (message,) = {e["message"] for e in events}
+    events = (await stage.client.list(EVENTS, NAMESPACE, field_selector="involvedObject.name=hang")).items
+    (message,) = {e["message"] for e in events if e["reason"] == "Hang"}
     named = r"Rank 3 \(worker 1 on \S+, pid \d+, stopped\) has made no progress for \d+ s. Last completed step: \d+"
     assert re.match(named, message), message
     same(await stage.saved("hang"), reference)

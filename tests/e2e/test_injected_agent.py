@@ -8,8 +8,9 @@ import shutil
 import pytest
 
 from meshwright.api.labels import API_VERSION, KIND
+from meshwright_local.kube.resources import JOBS
 from tests.e2e.images import agent_image, static_image, torch_image
-from tests.e2e.local_stack import AGENT_IMAGE
+from tests.e2e.local_stack import AGENT_IMAGE, NAMESPACE
 from tests.e2e.test_command_line import run
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc builds the static program")]
@@ -82,7 +83,9 @@ async def test_images_with_nothing_of_ours_run_lose_a_pod_and_resume(stage):
     # Told apart: each has its own steps, length, checkpoint and nodes.
     assert (static.step, static.total_steps) == (30, STATIC_STEPS)
     assert (plain.step, plain.total_steps) == (12, TORCH_STEPS)
-    assert (static.checkpoint.step, static.checkpoint.path) == (30, "step")
+    uid = (await stage.client.get(JOBS, "static", NAMESPACE))["metadata"]["uid"]
+    path = f"/meshwright/checkpoints/static-{uid[:8]}/step"
+    assert (static.checkpoint.step, static.checkpoint.path) == (30, path)
     assert plain.checkpoint is None
     assert len(static.placement.workers) == len(plain.placement.workers) == 2
     listed = (await run(stage, "list")).out
