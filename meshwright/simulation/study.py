@@ -113,7 +113,7 @@ def interval_rows(setting: Setting, runs: int, seed: int = 0) -> list[Row]:
     guess = best_interval_seconds(saves.stall, setting.mtbf, saves.durable)
     if math.isinf(setting.interval) or math.isinf(guess):
         return []
-    own = round(setting.interval / setting.step)
+    own = max(1, round(setting.interval / setting.step))
     steps = {max(1, round(guess * factor / setting.step)) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)}
     least = max(1, math.ceil(saves.durable / setting.step))
     return [

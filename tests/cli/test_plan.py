@@ -14,6 +14,7 @@ from meshwright.api.parsing import parse_spec
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright_cli.main import main
 from meshwright_cli.plan.inventory_file import read_nodes
+from tests.golden.planner.jobs import merged
 from tests.planner.builders import choose_plan
 
 ROOT = Path(__file__).parents[2]
@@ -253,3 +254,66 @@ def test_assumed_nodes_have_the_devices_that_the_job_requests(tmp_path: Path) ->
     path.write_text(yaml.safe_dump(wanted))
     result = CliRunner().invoke(main, ["plan", str(path), "--gpus", "16"])
     assert result.exit_code == 0, result.output
+
+
+def written(path: Path, **spec: Any) -> dict[str, Any]:
+    """A manifest with a job of this spec."""
+    found = job(data={"source": "PythonStdlib"}, **spec)
+    path.write_text(yaml.safe_dump(found))
+    return found
+
+
+def printed(*words: object) -> dict[str, Any]:
+    result = run(*words, "-o", "json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
+
+
+def test_gpus_that_fill_no_worker_are_not_planned_with(tmp_path: Path) -> None:
+    """Nodes of 8 GPUs have two workers of 3."""
+    path = tmp_path / "job.yaml"
+    training = {"steps": 10, "globalBatchSize": 12, "sequenceLength": 4096, "precision": "bf16"}
+    written(path, replicas=6, workers={"image": "worker:1", "gpusPerWorker": 3}, training=training)
+    found = printed("-f", path, "--gpus", 40)["wholeCluster"]
+    assert found["gpus"] == 30
+    assert max(one["estimate"]["gpus"] for one in (found["best"], *found["alternatives"])) <= 30
+    assert "With all 30 GPUs that fill workers of 3, and `replicas`" in run("-f", path, "--gpus", 40).output
+
+
+def test_tensor_groups_span_pods_if_all_else_is_clearly_slower(tmp_path: Path) -> None:
+    """One sequence, and a model that no single GPU holds: the alternative is an optimizer in main memory."""
+    path = tmp_path / "job.yaml"
+    model = {"layers": 31, "hiddenSize": 3072, "intermediateSize": 5632, "heads": 24, "kvHeads": 6, "vocabSize": 32000}
+    training = {"steps": 10, "globalBatchSize": 1, "sequenceLength": 512, "precision": "bf16"}
+    written(path, replicas=1, model=model, training=training, workers={"image": "worker:1", "gpusPerWorker": 1})
+    found = printed("-f", path, "--gpus", 8, "--gpu", "V100-SXM2-32GB")["wholeCluster"]["best"]
+    assert found["choices"]["tensor"] == 2
+    assert found["choices"]["offload_optimizer"] == "none"
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"replicas": 1, "gpus": 16},
+        {"replicas": 1, "parallelism": {"pipeline": 4, "layerSplit": [9, 8, 8, 7]}},
+        {"replicas": 4, "parallelism": {"dataParallel": {"strategy": "DDP"}}},
+    ],
+)
+def test_the_fields_of_the_best_layout_merge_into_the_job(tmp_path: Path, stated: dict[str, Any]) -> None:
+    path = tmp_path / "job.yaml"
+    wanted = written(path, **stated)
+    found = printed("-f", path, "--gpus", 16)["wholeCluster"]
+    path.write_text(yaml.safe_dump({**wanted, "spec": merged(wanted["spec"], found["spec"])}))
+    applied = printed("-f", path, "--gpus", 16)
+    assert applied["estimateUnplaced"]["stepSeconds"] == pytest.approx(found["best"]["estimate"]["stepSeconds"])
+    assert applied["estimateUnplaced"]["memoryBytes"] == pytest.approx(found["best"]["estimate"]["memoryBytes"])
+
+
+def test_a_forecast_counts_the_batch_of_the_replicas(tmp_path: Path) -> None:
+    """With `scaledBatch`, 8 replicas train twice the tokens of 4 in as many steps."""
+    path = tmp_path / "job.yaml"
+    elastic = {"maxReplicas": 8, "scaledBatch": {"replicas": 4, "learningRate": "Linear"}}
+    written(path, replicas=8, elastic=elastic, checkpoint={"claimName": "checkpoints"})
+    found = printed("-f", path, "--gpus", 64, "--price", 2)
+    assert found["forecast"]["tokens"] == 100 * 2 * 64 * 8192
+    assert found["forecast"]["days"] * 86400 == pytest.approx(100 * found["estimate"]["stepSeconds"])

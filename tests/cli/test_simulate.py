@@ -115,6 +115,17 @@ def test_the_text_says_how_the_job_recovers_or_why_it_does_not(tmp_path: Path) -
     )
 
 
+def test_a_job_is_simulated_with_the_plan_of_the_operator(tmp_path: Path) -> None:
+    """NVLink ends at each of its pods, and each host is a domain of its own."""
+    workers = {"image": "worker:1", "gpusPerWorker": 1}
+    path = changed(PRODUCTION, tmp_path, replicas=2, workers=workers, model={"preset": "llama-3-8b"}, parallelism={})
+    found = simulated("-f", path, "--nodes", 8)
+    planned = CliRunner().invoke(main, ["plan", "-f", str(path), "--gpus", "64", "-o", "json"])
+    plan = json.loads(planned.stdout)
+    assert found["job"]["gpus"] == plan["plan"]["worldSize"]
+    assert found["job"]["stepSeconds"] == pytest.approx(plan["estimateUnplaced"]["stepSeconds"])
+
+
 def test_measured_times_replace_the_defaults(tmp_path: Path) -> None:
     inputs = tmp_path / "inputs.yaml"
     inputs.write_text(yaml.safe_dump({"faults": {"stop": {"share": 1, "cause": "PodLost", "detection": 600}}}))
@@ -208,6 +219,8 @@ def test_a_ledger_is_shown_next_to_its_simulation(tmp_path: Path) -> None:
         (("-f", PRODUCTION, "--mtbf", "often"), "`often` is not a duration"),
         (("-f", PRODUCTION, "--step", "0"), "--step: must be above 0"),
         (("-f", PRODUCTION, "--interval", "0"), "--interval: must be above 0"),
+        (("-f", PRODUCTION, "--interval", "1s"), "--interval: must be at least one step, 25.4 s, got 1 s"),
+        (("-f", PRODUCTION, "--mtbf", "1s"), "a run has about 7e+49, and at most 20,000 are simulated"),
         (("-f", PRODUCTION, "--replay", "--mtbf", "8h"), "--mtbf cannot be used with --replay, which takes it from"),
         (("-f", PRODUCTION, "--replay", "--node-failures", 4), "--node-failures cannot be used with --replay"),
         (("-f", PRODUCTION, "--replay"), "`status` is missing: use the output of `kubectl get ptj NAME -o yaml`"),

@@ -205,3 +205,38 @@ def test_a_stated_strategy_leaves_its_stages_to_choose_from(strategy: str, stage
     assert plan.strategy.zero_stage == run.parallelism.zero_stage
     assert plan.strategy.zero_stage in stages
     assert make_plan(spec, inventory(), plan.to_status()).strategy == plan.strategy
+
+
+@pytest.mark.parametrize("stated", ["None", "Selective", "Full"])
+def test_activations_in_main_memory_are_fewer_with_recomputation_if_that_is_faster(stated: str) -> None:
+    """The GPUs wait for them, so that a step may be shorter with less to move, or with another split."""
+    model = {"layers": 24, "hiddenSize": 2048, "intermediateSize": 5632, "heads": 16, "kvHeads": 8, "vocabSize": 50257}
+    training = {
+        **LLAMA["training"],
+        "globalBatchSize": 30,
+        "sequenceLength": 16384,
+        "activationOffload": True,
+    }
+    h200 = inventory(node("n", labels={"nvidia.com/gpu.product": "NVIDIA-H200"}, memory_mib=143771))
+    free = make_plan(llama(model=model, gpus=8, training=training), h200)
+    pinned = make_plan(llama(model=model, gpus=8, training={**training, "activationCheckpointing": stated}), h200)
+    assert free.estimate is not None
+    assert pinned.estimate is not None
+    assert free.estimate.seconds <= 1.01 * pinned.estimate.seconds
+
+
+@pytest.mark.parametrize("size", [{"replicas": 1}, {"gpus": 64}])
+def test_an_odd_vocabulary_is_named_if_no_tensor_degree_divides_it(size: dict[str, int]) -> None:
+    model = {"layers": 64, "hiddenSize": 8192, "intermediateSize": 28672, "heads": 64, "kvHeads": 8}
+    training = {**LLAMA["training"], "globalBatchSize": 8, "sequenceLength": 1024}
+    with pytest.raises(PlanError, match=r"It fits with `model.vocabSize: 50264`, a multiple of 8") as told:
+        make_plan(llama(model={**model, "vocabSize": 50257}, training=training, **size), H100)
+    assert "which 50257 allows up to TP 1" in str(told.value)
+    assert make_plan(llama(model={**model, "vocabSize": 50264}, training=training, **size), H100).layout.tensor > 1
+
+
+def test_no_vocabulary_is_named_if_the_model_does_not_fit_with_another() -> None:
+    model = {"layers": 96, "hiddenSize": 16384, "intermediateSize": 65536, "heads": 128, "vocabSize": 50257}
+    with pytest.raises(PlanError, match="does not fit") as told:
+        make_plan(llama(model=model, gpus=8), H100)
+    assert "vocabSize" not in str(told.value)

@@ -188,6 +188,21 @@ def test_unknown_memory_is_not_held_against_a_plan() -> None:
     assert any("the memory of the GPUs is not known" in reason for reason in plan.reasons)
 
 
+@pytest.mark.parametrize(
+    ("model", "batch", "count"), [("tiny", 16, 1), ("llama-3-8b", 16, 8), ("llama-3.2-1b", 64, 32)]
+)
+def test_micro_batches_on_gpus_of_unknown_memory_fit_the_smallest_gpu_if_any_do(
+    model: str, batch: int, count: int
+) -> None:
+    training = {"steps": 1, "globalBatchSize": batch, "sequenceLength": 2048 if model != "tiny" else 128}
+    nodes = inventory(node("n", memory_mib=None))
+    plan = make_plan(spec_of(model={"preset": model}, training={**training, "precision": "bf16"}), nodes)
+    assert plan.strategy.micro_batches == count
+    (reason,) = (one for one in plan.reasons if "micro-batch" in one)
+    assert ("the fewest that fit in 14.5 GiB" in reason) == (model == "tiny")
+    assert "set `parallelism.microBatches`" in reason
+
+
 def test_replicas_fill_workers_when_nothing_else_asks_for_more() -> None:
     plan = make_plan(spec_of(replicas=1, workers={"image": "w", "gpusPerWorker": 2}), DEMO)
     assert plan.layout == Layout(2, 1, 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.figures import format_number
 from meshwright.models.counts import training_flops
+from meshwright.rules.elastic import with_own_batch
 from meshwright_cli.plan.report import PlanReport
 
 
@@ -30,7 +31,7 @@ def forecast(report: PlanReport, tokens: int | None, price: float | None) -> For
     Raises:
         ValueError: the number of tokens is unknown, because the job runs a user's command.
     """
-    plan, training = report.plan, report.spec.training
+    plan, training = report.plan, with_own_batch(report.spec).training
     if tokens is None and training is None:
         raise ValueError("--price: set --tokens too, because a job with `runtime.command` has no number of tokens")
     length = training.sequence_length if training is not None else 0

@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.api.parsing import parse_spec
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost_model import CostModel, cost_model_for
 from meshwright.planner.errors import DoesNotFitError
@@ -20,10 +21,12 @@ from meshwright.planner.search.alternatives import RejectedAlternative, alternat
 from meshwright.planner.search.best_first import SearchResult, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.errors import NothingFitsError
+from meshwright.planner.search.expand import TIE_TOLERANCE
 from meshwright.planner.search.request import (
     ALL_TECHNIQUES,
     MESHWRIGHT_TECHNIQUES,
     Objective,
+    SearchRequest,
     Techniques,
 )
 from meshwright.planner.search.spec_request import apply_strategy, pinned_request, search_request
@@ -67,8 +70,8 @@ class PlanReport:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all usable nodes."""
-        return sum(node.capacity.gpus for node in self.inventory.usable)
+        """GPUs of all usable nodes, in complete workers."""
+        return _gpus_of_workers(self.spec, self.inventory)
 
 
 def plan_report(
@@ -204,9 +207,29 @@ def _whole_cluster(
     objective: Objective,
     techniques: Techniques,
 ) -> SearchResult | None:
-    gpus = sum(node.capacity.gpus for node in inventory.usable)
-    request = search_request(spec, cost_model, gpus, objective, techniques)
+    """The best layout on all nodes. None if nothing fits.
+
+    Where NVLink ends at each pod, tensor-parallel groups span several pods of a host only if that is clearly better.
+    """
+    request = search_request(spec, cost_model, _gpus_of_workers(spec, inventory), objective, techniques)
+    found = _found(request)
+    limits = ClusterLimits.of(inventory, spec.workers.gpus_per_worker)
+    if not limits.pods_apart:
+        return found
+    across = _found(replace(request, max_tensor=limits.domain_gpus))
+    if found is None or across is None:
+        return found or across
+    better = across.best.score(objective) * TIE_TOLERANCE < found.best.score(objective)
+    return across if better else found
+
+
+def _found(request: SearchRequest) -> SearchResult | None:
     try:
         return search(request)
     except NothingFitsError:
         return None
+
+
+def _gpus_of_workers(spec: ParallelTrainingJobSpec, inventory: Inventory) -> int:
+    each = spec.workers.gpus_per_worker
+    return sum(node.capacity.gpus // each * each for node in inventory.usable)

@@ -43,7 +43,7 @@ def document(plan_report: PlanReport) -> dict[str, Any]:
                 "reasons": list(reasons(whole_cluster)),
                 "asGood": [_found(one) for one in whole_cluster.ranked[1:8]],
                 "alternatives": [_found(one) for one in whole_cluster.alternatives],
-                "spec": _changes(plan_report.proposal) if plan_report.proposal else None,
+                "spec": _changes(plan_report.spec, plan_report.proposal) if plan_report.proposal else None,
             }
             if whole_cluster
             else None
@@ -57,18 +57,34 @@ def _plan(plan: Plan) -> dict[str, Any]:
     return plan.to_status().model_dump(by_alias=True, exclude_none=True)
 
 
-def _changes(spec: ParallelTrainingJobSpec) -> dict[str, Any]:
-    """The fields to set in the job's spec to get the layout."""
+def _changes(spec: ParallelTrainingJobSpec, proposal: ParallelTrainingJobSpec) -> dict[str, Any]:
+    """What to merge into the job's spec to get the layout. Null takes a field away, as in a JSON merge patch."""
+    return _patch(_layout_fields(spec), _layout_fields(proposal))
+
+
+def _layout_fields(spec: ParallelTrainingJobSpec) -> dict[str, Any]:
     fields: dict[str, Any] = spec.model_dump(
-        mode="json", by_alias=True, exclude_none=True, include={"replicas", "parallelism"}
+        mode="json", by_alias=True, exclude_none=True, include={"replicas", "gpus", "parallelism"}
     )
     if spec.training is not None:
-        again = spec.training.checkpointing.value
+        optimizer = spec.training.optimizer
+        path = {} if optimizer.offload_path is None else {"offloadPath": optimizer.offload_path}
         fields["training"] = {
-            "activationCheckpointing": again,
-            "optimizer": {"offload": spec.training.optimizer.offload.value},
+            "activationCheckpointing": spec.training.checkpointing.value,
+            "optimizer": {"offload": optimizer.offload.value, **path},
         }
     return fields
+
+
+def _patch(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """`after`, with null for what only `before` has."""
+    gone = dict.fromkeys(name for name in before if name not in after)
+    nested = {
+        name: _patch(before[name], value)
+        for name, value in after.items()
+        if isinstance(value, dict) and isinstance(before.get(name), dict)
+    }
+    return {**after, **nested, **gone}
 
 
 def _found(found: Candidate) -> dict[str, Any]:

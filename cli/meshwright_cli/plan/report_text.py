@@ -94,6 +94,8 @@ def _whole_cluster(plan_report: PlanReport) -> Iterator[str]:
     best = whole_cluster.best
     yield ""
     all_gpus = "1 GPU" if plan_report.gpus == 1 else f"all {plan_report.gpus} GPUs"
+    if plan_report.gpus < sum(node.capacity.gpus for node in plan_report.inventory.usable):
+        all_gpus = f"{all_gpus} that fill workers of {plan_report.plan.gpus_per_worker}"
     yield f"With {all_gpus}, and `replicas` and every degree free"
     yield (
         f"  {best.summary}: {format_number(best.seconds)} s per step, {best.estimate.tokens_per_second:,.0f} tokens/s, "

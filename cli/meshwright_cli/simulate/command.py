@@ -197,9 +197,13 @@ def _check_failures(setting: Setting) -> None:
     if failures > MOST_FAILURES:
         raise click.ClickException(
             f"--mtbf: with one failure in {format_number(setting.mtbf)} s, a run has about"
-            f" {format_number(failures, 2)}, and at most {MOST_FAILURES:,} are simulated: use a longer time between"
+            f" {_rounded(failures)}, and at most {MOST_FAILURES:,} are simulated: use a longer time between"
             " failures, or simulate fewer days with --days"
         )
+
+
+def _rounded(count: float) -> str:
+    return format_number(count, 2) if count < 1e9 else f"{count:.0e}"
 
 
 def _mtbf(nodes: int, options: dict[str, Any]) -> tuple[float, str]:
@@ -225,6 +229,10 @@ def _step(planned: PlannedJob, options: dict[str, Any]) -> tuple[float, tuple[st
 def _interval(planned: PlannedJob, options: dict[str, Any], step: float) -> float:
     given, checkpoint = options["interval"], planned.spec.checkpoint
     if given is not None:
+        if given < step and not options["replays"]:
+            raise click.ClickException(
+                f"--interval: must be at least one step, {format_number(step)} s, got {format_number(given)} s"
+            )
         return float(given)
     if checkpoint is None:
         return math.inf

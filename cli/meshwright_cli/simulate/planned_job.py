@@ -13,8 +13,10 @@ from meshwright.memory_recovery import cannot_continue, state_of, unsupported
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan, make_plans
+from meshwright.planner.topology.site import DEFAULT_SITE
 from meshwright.rules.elastic import continues_on_loss, resized, sizes, wanted_replicas, with_own_batch
 from meshwright.simulation.setting import Policy
+from meshwright_cli.plan.report import inventory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +105,7 @@ def planned_job(job: dict[str, Any], nodes: Sequence[dict[str, Any]], pods: Sequ
     """
     given = parse_spec(job)
     spec = given.model_copy(update={"replicas": wanted_replicas(given)}) if given.elastic is not None else given
-    inventory = Inventory.from_objects(
-        nodes,
-        pods,
-        gpu_resource=spec.workers.gpu_resource,
-        node_selector=spec.workers.node_selector,
-        tolerations=spec.workers.tolerations,
-    )
+    inventory = inventory_of(spec, nodes, pods, DEFAULT_SITE)
     plan = make_plans(with_own_batch(spec), inventory, max_plans=1)[0]
     gpus_of_node = max((node.capacity.gpus for node in inventory.usable), default=plan.gpus_per_worker)
     each = max(1, gpus_of_node // plan.gpus_per_worker)

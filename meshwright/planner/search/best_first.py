@@ -29,6 +29,7 @@ from meshwright.planner.search.expand import (
     can_fit,
     estimate_cost,
     fastest_update,
+    hideable_offload,
     job_savings,
     least_memory_sizes,
     least_recomputation,
@@ -81,6 +82,17 @@ def search(request: SearchRequest) -> SearchResult:
         NothingFitsError: no layout fits memory, or the pinned degrees contradict the model or the batch.
         ValueError: the request has no machine, or its model does not allow a split or a schedule that it pins.
     """
+    tried, found = _explore_tiers(request)
+    if not tried:
+        raise NothingFitsError(no_layout_message(request))
+    if not found:
+        raise nothing_fits_error(request)
+    ranked = _best_first(request, found)
+    return SearchResult(request, ranked[0], tuple(ranked), tuple(pareto(found)), len(tried), len(found))
+
+
+def _explore_tiers(request: SearchRequest) -> tuple[list[Layout], list[Candidate]]:
+    """Return the layouts that were tried, and the candidates of the first tier in which a layout fits."""
     tried: list[Layout] = []
     found: list[Candidate] = []
     for tier in request_tiers(request):
@@ -91,18 +103,16 @@ def search(request: SearchRequest) -> SearchResult:
             found += candidates
         if found:
             break
-    if not tried:
-        raise NothingFitsError(no_layout_message(request))
-    if not found:
-        raise nothing_fits_error(request)
     found += [better for one in balance_candidates(request, found) for better in with_balanced_stages(request, one)]
+    return tried, found
+
+
+def _best_first(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
+    """The candidates to choose from, the best first."""
     if request.order_of_preference:
-        ranked = _in_order_of_preference(found)
-    else:
-        ranked = _ranked(request, found)
-        if request.job is not None:
-            ranked = _of_each_layout(ranked[0], found)
-    return SearchResult(request, ranked[0], tuple(ranked), tuple(pareto(found)), len(tried), len(found))
+        return _in_order_of_preference(found)
+    ranked = _ranked(request, found)
+    return ranked if request.job is None else _of_each_layout(ranked[0], found)
 
 
 def _explore(request: SearchRequest) -> tuple[list[Layout], list[Candidate]]:
@@ -204,14 +214,14 @@ def _layout_bound(
         )
         time = time_of(request.work, strategy, request.required_machine, paired=paired)
         shown = time.total - time.bubble - time.data - time.pipeline - (time.context if several_methods else 0.0)
-        least = min(least, shown)
+        least = min(least, shown - hideable_offload(strategy, time))
     return _score(request, layout, least)
 
 
 def _strategy_bound(request: SearchRequest, base: Strategy) -> float:
     """The lowest score of any strategy that differs from `base` only in its memory savings."""
     time = time_of(request.work, base, request.required_machine)
-    return _score(request, base, time.total - time.data)
+    return _score(request, base, time.total - time.data - hideable_offload(base, time))
 
 
 def _score(request: SearchRequest, layout: Layout, least: float) -> float:
@@ -284,10 +294,11 @@ def ranked_layouts(request: SearchRequest) -> list[FittingLayout]:
     """
     for enough in (request, _with_enough_gpus(request)):
         if enough.machine is not None:
-            try:
-                return [FittingLayout(one.strategy, one.estimate.memory) for one in search(enough).ranked]
-            except NothingFitsError:
-                continue
+            # Without the error of `search`, whose message takes as long to find as a plan.
+            _, found = _explore_tiers(enough)
+            if found:
+                return [FittingLayout(one.strategy, one.estimate.memory) for one in _best_first(enough, found)]
+            continue
         for one in (one for tier in request_tiers(enough) for one in tier):
             first = next((fit for layout in layouts(one) for fit in preferred_strategies(one, layout)), None)
             if first is not None:

@@ -10,7 +10,7 @@ from meshwright.planner.errors import PlanError
 from meshwright.planner.search.candidate import Candidate, FittingLayout
 from meshwright.planner.search.expand import estimate_cost, least_memory_strategies
 from meshwright.planner.search.request import SearchRequest
-from meshwright.planner.search.search_space import layouts, micro_batch_sizes, request_tiers
+from meshwright.planner.search.search_space import layouts, micro_batch_sizes, request_tiers, tensor_degrees
 from meshwright.planner.units import GIB, count_gpus, format_bytes
 from meshwright.rules.parallelism import MAX_WORKERS
 
@@ -98,7 +98,7 @@ def plan_error(request: SearchRequest) -> PlanError:
         f"{format_bytes(memory.total)} per GPU ({memory_text(memory)}), "
         f"and GPUs have {format_bytes(request.memory_limit(1))} usable. "
         f"Raise {_fields_to_raise(request, used)}, shorten `training.sequenceLength`, or add larger GPUs"
-        f"{_sharded_gradients_hint(request, used)}",
+        f"{_sharded_gradients_hint(request, used) or _vocabulary_hint(request)}",
         "OutOfMemory",
         depends_on_cluster=True,
     )
@@ -122,6 +122,31 @@ def _sharded_gradients_hint(request: SearchRequest, used: Strategy) -> str:
     if not _fits(request, reducing):
         return ""
     return ". It fits with `parallelism.dataParallel.reduceEveryMicroBatch: true` (Experimental)"
+
+
+def _vocabulary_hint(request: SearchRequest) -> str:
+    """A hint, if the vocabulary allows no tensor degree with which the model fits, and a slightly larger one does."""
+    techniques, model = request.techniques, request.work.model
+    if techniques.pads_vocabulary or request.pins.tensor is not None:
+        return ""
+    padding = replace(request, techniques=replace(techniques, pads_vocabulary=True))
+    now, degree = (max(tensor_degrees(one), default=1) for one in (request, padding))
+    if degree <= now:
+        return ""
+    size = -(-model.vocab_size // degree) * degree
+    closest = closest_layout(_with_vocabulary(request, size))
+    if closest is None or closest.memory.total > request.memory_limit(1):
+        return ""
+    return (
+        f". It fits with `model.vocabSize: {size}`, a multiple of {degree}: tensor parallelism splits the vocabulary "
+        f"evenly, which {model.vocab_size} allows up to TP {now}"
+    )
+
+
+def _with_vocabulary(request: SearchRequest, size: int) -> SearchRequest:
+    model = request.work.model.model_copy(update={"vocab_size": size})
+    work, job = replace(request.work, model=model), request.job
+    return replace(request, work=work, job=None if job is None else replace(job, architecture=model, work=work))
 
 
 def _fits(request: SearchRequest, strategy: Strategy) -> bool:
@@ -155,7 +180,8 @@ def _no_candidate(request: SearchRequest) -> PlanError:
         )
     return PlanError(
         f"no tensor and pipeline degree gives full workers of {count_gpus(gpus)} with `replicas` {request.pins.data}: "
-        "change `workers.gpusPerWorker` or `replicas`, or set `parallelism.tensor` and `parallelism.pipeline`",
+        "change `workers.gpusPerWorker` or `replicas`, or set `parallelism.tensor` and `parallelism.pipeline`"
+        f"{_vocabulary_hint(request)}",
         "InvalidSpec",
         depends_on_cluster=request.pins.tensor is None,
     )

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
+from math import inf
 
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.layout import Layout
+from meshwright.planner.cluster.limits import usable_memory
+from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.estimate import Estimate, estimate, time_of
 from meshwright.planner.cost.memory import Memory, memory_within, model_states_fit
+from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.deadline import check_deadline
 from meshwright.planner.search.candidate import Candidate
@@ -27,6 +31,8 @@ TIE_TOLERANCE = 1.01
 """Plans within 1% of the best count as equally good, because estimates are not more exact. The simplest is chosen."""
 FEW_MICRO_BATCHES = 2
 """With so few micro-batches, ZeRO-3 may be the fastest stage also with a pipeline."""
+SMALLEST_MEMORY = usable_memory(int(min(gpu.memory for gpu in ACCELERATORS.values())))
+"""Bytes that a plan may fill of the smallest GPU of the catalog."""
 MAX_ESTIMATED = 16
 """How many numbers of micro-batches are estimated for a layout and schedule, in order of preference. More take time."""
 
@@ -118,7 +124,7 @@ def schedules_of(request: SearchRequest, layout: Layout) -> Iterator[tuple[Pipel
         if kind.virtual_stages:
             counts = (pinned.virtual_stages,) if pinned.virtual_stages else techniques.virtual_stages
         else:
-            counts = (2,) if kind.folded else (1,)
+            counts = (kind.stages_per_rank(1),)
         for chunks in counts:
             if request.work.model.layers >= kind.stages_per_rank(chunks) * layout.pipeline:
                 yield schedule, chunks
@@ -176,15 +182,15 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
     """Yield strategies that fit, with their memory: for each ZeRO stage the first recomputation that fits.
 
     If none fits, the optimizer is offloaded. Once a ZeRO stage fits without recomputation, higher stages have nothing
-    to save. Two are tried nevertheless: ZeRO-1, which also makes the optimizer step shorter, and without a pipeline
-    ZeRO-3, which overlaps its traffic with the entire step.
+    to save. Two are tried nevertheless: the lowest that shards, which also makes the optimizer step shorter, and
+    without a pipeline ZeRO-3, which overlaps its traffic with the entire step.
     """
     techniques = request.techniques
     stages = _zero_stages(request, base.shard_ranks)
     recompute = request.recomputations
-    fitted, whole = False, False
+    fitted = whole = sharded = False
     for zero in stages:
-        if whole and zero != 1 and (zero < 3 or base.pipeline > 1):
+        if whole and ((zero == 2 and sharded) or (zero == 3 and base.pipeline > 1)):
             continue
         stage = replace(base, zero_stage=zero, checkpointing=recompute[0])
         if not _states_fit(request, stage):
@@ -193,13 +199,14 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
             strategy = (
                 stage if recompute_option is stage.checkpointing else replace(stage, checkpointing=recompute_option)
             )
-            if not techniques.allow(request.work, strategy):
-                continue
             memory = memory_if_fits(request, strategy)
-            if memory is not None:
+            if memory is not None and techniques.allow(request.work, strategy):
                 fitted = True
-                whole = whole or recompute_option is ActivationCheckpointing.NONE
+                if recompute_option is ActivationCheckpointing.NONE:
+                    whole, sharded = True, zero > 0
                 yield strategy, memory
+                if strategy.activation_offload:
+                    yield from _faster_with_more(request, strategy, recompute)
                 break
     if fitted or request.fixed.optimizer_offload is not OptimizerOffload.NONE:
         return
@@ -244,20 +251,27 @@ def job_savings(request: SearchRequest, base: Strategy, longest: float) -> Itera
 def _faster_with_more(
     request: SearchRequest, strategy: Strategy, options: Sequence[ActivationCheckpointing]
 ) -> Iterator[tuple[Strategy, Memory]]:
-    """Yield a strategy that fits with the next recomputation, if that makes its step clearly shorter.
+    """Yield strategies that fit with more recomputation, if that makes their step clearly shorter.
 
-    It can if GPUs wait for the CPU's launches as well as for gradients: both go on while layers are computed again.
+    The next one can if GPUs wait for the CPU's launches as well as for gradients: both go on while layers are computed
+    again. All of them can if GPUs wait for activations that are in main memory, since fewer are then.
     """
     time = time_of(request.work, strategy, request.required_machine)
-    following = options[options.index(strategy.checkpointing) + 1 :][:1]
-    if not following or time.host <= 0.0 or time.data <= 0.0:
-        return
-    more = replace(strategy, checkpointing=following[0])
-    if time_of(request.work, more, request.required_machine).total * TIE_TOLERANCE >= time.total:
-        return
-    memory = memory_if_fits(request, more)
-    if memory is not None and request.techniques.allow(request.work, more):
-        yield more, memory
+    following = options[options.index(strategy.checkpointing) + 1 :]
+    if hideable_offload(strategy, time) <= 0.0:
+        following = following[:1] if time.host > 0.0 and time.data > 0.0 else ()
+    for option in following:
+        more = replace(strategy, checkpointing=option)
+        if time_of(request.work, more, request.required_machine).total * TIE_TOLERANCE >= time.total:
+            continue
+        memory = memory_if_fits(request, more)
+        if memory is not None and request.techniques.allow(request.work, more):
+            yield more, memory
+
+
+def hideable_offload(strategy: Strategy, time: StepTime) -> float:
+    """Seconds of offloading that other decisions can hide or avoid: those of activations."""
+    return time.offload if strategy.activation_offload else 0.0
 
 
 def _from_first_that_fits(
@@ -276,7 +290,7 @@ def _from_first_that_fits(
 def _exceeds(request: SearchRequest, strategy: Strategy, longest: float) -> bool:
     """Whether a step takes longer than `longest` seconds, even without reducing gradients."""
     time = time_of(request.work, strategy, request.required_machine)
-    return time.total - time.data > longest
+    return time.total - time.data - hideable_offload(strategy, time) > longest
 
 
 def memory_if_fits(request: SearchRequest, strategy: Strategy) -> Memory | None:
@@ -327,6 +341,8 @@ def preferred_strategies(request: SearchRequest, layout: Layout) -> Iterator[tup
     The simplest schedule and the fewest micro-batches come first. At most `MAX_ESTIMATED` numbers of micro-batches are
     tried for each schedule. Without a machine it is only the first, because there is no time to compare.
     """
+    if request.memory_limit(layout.world_size) <= 0.0:
+        return  # The cluster has fewer GPUs.
     if not any(_fits_any_gpu(request, smallest) for smallest in least_memory_strategies(request, layout)):
         return
     for choices in _choices(request, layout):
@@ -372,15 +388,19 @@ def _preferred_schedules(request: SearchRequest, layout: Layout) -> list[tuple[P
 def _fitting_micro_batches(
     request: SearchRequest, layout: Layout, choices: Choices
 ) -> Iterator[tuple[Strategy, Memory]]:
-    """Yield the layout with each number of micro-batches that fits, the fewest first."""
+    """Yield the layout with each number of micro-batches that fits, the fewest first.
+
+    On GPUs of unknown memory, the fewest are those that fit the smallest GPU of the catalog, if any do.
+    """
     sizes = micro_batch_sizes(request, layout, choices.schedule)
     if not _ranks_accept(request, layout, sizes, choices):
         return
+    known = request.memory_limit(layout.world_size) < inf
     for size in reversed(sizes):
         check_deadline()
         strategy = job_strategy(request, layout, size, choices)
         memory = memory_if_fits(request, strategy)
-        if memory is not None:
+        if memory is not None and (known or size == sizes[0] or memory.total <= SMALLEST_MEMORY):
             yield strategy, memory
 
 

@@ -22,6 +22,7 @@ from meshwright.planner.search.alternatives import traded_for_data
 from meshwright.planner.search.candidate import FittingLayout
 from meshwright.planner.search.errors import memory_text
 from meshwright.planner.search.expand import (
+    SMALLEST_MEMORY,
     Choices,
     estimate_cost,
     job_strategy,
@@ -248,7 +249,9 @@ def _micro_batches(request: SearchRequest, used: Strategy) -> str:
     if request.pins.micro_batches is not None:
         return set_by(name, "parallelism.microBatches") + tail
     if pipeline == 1 and request.memory_limit(1) == inf:
-        return f"{name}: the fewest; set `parallelism.microBatches` if the GPUs, whose memory is not known, hold less"
+        fits = _bytes_of(request, used) <= SMALLEST_MEMORY
+        why = f"the fewest that fit in {format_bytes(SMALLEST_MEMORY)}" if fits else "the smallest"
+        return f"{name}: {why}, since the memory of the GPUs is not known; set `parallelism.microBatches` for others"
     if pipeline == 1:
         return f"{name}: the fewest whose activations fit"
     if request.machine is not None:

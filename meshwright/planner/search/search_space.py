@@ -117,7 +117,7 @@ def with_fewer_replicas(request: SearchRequest, layout: Layout) -> Iterator[Layo
     Of layouts with micro-batches of at most the same size, those with fewer replicas take longer. But they may be the
     only ones that a schedule, a micro-batch or memory allows.
     """
-    if _lists_all_replicas(request) or request.job is None or request.pins.data is not None:
+    if _lists_all_replicas(request) or request.pins.data is not None:
         return
     size = _largest_micro_batch(request, layout)
     for data in data_degrees(request, layout):
@@ -188,15 +188,15 @@ def pipeline_degrees(request: SearchRequest) -> list[int]:
     if request.work.model.tie_embeddings and not request.techniques.ties_over_stages:
         return [1]
     max_degree = min(layers, request.gpus)
-    if job is not None and (request.order_of_preference or request.gpus <= MAX_EVERY_DEGREE):
-        return [p for p in range(1, max_degree + 1) if p * stages_per_rank(job.parallelism, p) <= layers]
+    chunks = stages_per_rank(job.parallelism, 2) if job is not None else 1
+    if request.order_of_preference or request.gpus <= MAX_EVERY_DEGREE:
+        return [p for p in range(1, max_degree + 1) if p == 1 or p * chunks <= layers]
     degrees_to_try = {*divisors(layers), *divisors(layers + 1), *divisors(layers + 2)}
     degrees_to_try.update(1 << power for power in range(max_degree.bit_length()))
-    if job is not None and request.gpus <= MAX_EVERY_SIZE and request.work.model.mixture is None:
+    if request.gpus <= MAX_EVERY_SIZE and request.work.model.mixture is None:
         degrees_to_try.update(range(1, MAX_EVERY_PIPELINE + 1))
     if not request.techniques.uneven_split and layers <= 64 and job is None:
         degrees_to_try.update(range(1, layers + 1))
-    chunks = stages_per_rank(job.parallelism, 2) if job is not None else 1
     return sorted(p for p in degrees_to_try if p <= max_degree and (p == 1 or p * chunks <= layers))
 
 
@@ -223,8 +223,8 @@ def micro_batch_sizes(request: SearchRequest, layout: Layout, schedule: Pipeline
 
     There is at least one micro-batch for each stage, and without a machine, which could estimate the bubble, at least
     `MICRO_BATCHES_PER_STAGE`. If the batch is too small, micro-batches are as small as possible. For more than
-    `MAX_EVERY_DEGREE` GPUs, and without a job, only sizes up to `MAX_MICRO_BATCH` are tried. For more than
-    `MAX_EVERY_SIZE` GPUs, and without a job for more than `MAX_EVERY_DEGREE`, only powers of two of these.
+    `MAX_EVERY_DEGREE` GPUs only sizes up to `MAX_MICRO_BATCH` are tried, and for more than `MAX_EVERY_SIZE` only powers
+    of two of these.
 
     Args:
         request: the search.
@@ -238,8 +238,8 @@ def micro_batch_sizes(request: SearchRequest, layout: Layout, schedule: Pipeline
         sizes = [pins.micro_batch_size] if replica_batch % pins.micro_batch_size == 0 else []
     else:
         sizes = divisors(replica_batch)
-        if request.job is None or (not request.order_of_preference and request.gpus > MAX_EVERY_DEGREE):
-            powers_only = request.gpus > (MAX_EVERY_DEGREE if request.job is None else MAX_EVERY_SIZE)
+        if not request.order_of_preference and request.gpus > MAX_EVERY_DEGREE:
+            powers_only = request.gpus > MAX_EVERY_SIZE
             sizes = [one for one in sizes if one <= MAX_MICRO_BATCH and (not powers_only or one & (one - 1) == 0)]
     if schedule is not None:
         accepts = kind_of(schedule).accepts

@@ -157,8 +157,6 @@ def techniques_for(job: TrainingJob, techniques: Techniques = MESHWRIGHT_TECHNIQ
     training = job.training
     zero_stages = allowed_zero_stages(job, techniques.zero_stages)
     checkpointing = techniques.checkpointing
-    if training.parameter_offload:
-        zero_stages = (3,)
     if training.compile:
         # The rules allow `Selective` for compiled layers that nothing splits. A search does not try it.
         checkpointing = tuple(method for method in checkpointing if method is not ActivationCheckpointing.SELECTIVE)

@@ -15,6 +15,7 @@ from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
+from meshwright.models.presets import published
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.estimate import estimate, machine_for, memory_of, time_of
 from meshwright.planner.cost.strategy import Strategy, Workload
@@ -73,7 +74,7 @@ def _everything(request: SearchRequest) -> list[Candidate]:
                 techniques.schedules, techniques.zero_stages, techniques.checkpointing, techniques.context
             ):
                 kind = kind_of(schedule)
-                chunks = 2 if (kind.virtual_stages or kind.folded) and layout.pipeline > 1 else 1
+                chunks = 2 if (kind.virtual_stages or kind.v_shaped) and layout.pipeline > 1 else 1
                 if model.layers < kind.stages_per_rank(chunks) * layout.pipeline:
                     continue
                 if not kind.accepts(layout.pipeline, count):
@@ -160,6 +161,15 @@ def test_no_strategy_is_faster_than_the_bound_of_its_layout(layers: int, gpus: i
     assert tried > 200
 
 
+def test_no_smaller_number_of_replicas_is_faster() -> None:
+    """Eight sequences on 256 GPUs: with one replica, a pipeline has eight micro-batches."""
+    machine = machine_for(ACCELERATORS["B200"])
+    work = Workload(published("gpt3-175b"), 32768, 8)
+    request = SearchRequest(work, machine, 256, techniques=MESHWRIGHT_TECHNIQUES, gpus_per_worker=8)
+    fewest = search(replace(request, pins=Pins(data=1))).best
+    assert search(request).best.seconds <= fewest.seconds * TIE_TOLERANCE
+
+
 def test_a_schedule_is_tried_if_each_of_its_stages_has_a_layer() -> None:
     def tried(layers: int) -> set[PipelineSchedule]:
         model = DENSE.model_copy(update={"layers": layers})
@@ -170,6 +180,9 @@ def test_a_schedule_is_tried_if_each_of_its_stages_has_a_layer() -> None:
     assert {PipelineSchedule.DUAL_PIPE, PipelineSchedule.ZB_H1} <= tried(4)
     assert not {PipelineSchedule.DUAL_PIPE_V, PipelineSchedule.ZB_V, PipelineSchedule.INTERLEAVED} & tried(4)
     assert {PipelineSchedule.DUAL_PIPE_V, PipelineSchedule.ZB_V, PipelineSchedule.INTERLEAVED} <= tried(8)
+    request = SearchRequest(Workload(DENSE, 4096, 64), MACHINE, 4)
+    chunks = dict(schedules_of(request, layout))
+    assert (chunks[PipelineSchedule.DUAL_PIPE], chunks[PipelineSchedule.ZB_V]) == (1, 2)
 
 
 def test_among_equals_the_simplest_wins() -> None:

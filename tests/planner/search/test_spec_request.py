@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import resolve
 from meshwright.planner.cluster.inventory import Inventory
@@ -17,6 +18,7 @@ from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan, make_plan, make_plans
 from meshwright.planner.search.best_first import search
 from meshwright.planner.search.errors import NothingFitsError
+from meshwright.planner.search.expand import memory_savings, strategy_of
 from meshwright.planner.search.spec_request import apply_strategy, search_request
 from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.validation import check_spec
@@ -160,21 +162,49 @@ LONG: dict[str, Any] = {
 SHARDED = {"tensor": 1, "pipeline": 1, "zeroStage": 3}
 
 
-def test_with_every_degree_free_no_layout_is_slower_than_the_plan_of_the_job() -> None:
-    """A batch of 60 divides into micro-batches of 3, 5 and others that are no powers of two."""
+@pytest.mark.parametrize(
+    ("model", "gpus", "each", "batch", "length"),
+    [
+        pytest.param("llama-3-8b", 60, 8, 60, 4096, id="micro-batches of 5"),
+        pytest.param("llama-3-8b", 40, 4, 256, 8192, id="a pipeline of 5"),
+        pytest.param("qwen3-8b", 320, 8, 720, 4096, id="micro-batches of 5 on more than 256 GPUs"),
+    ],
+)
+def test_with_every_degree_free_no_layout_is_slower_than_the_plan_of_the_job(
+    model: str, gpus: int, each: int, batch: int, length: int
+) -> None:
     spec = spec_of(
-        model={"preset": "llama-3-8b"},
-        gpus=60,
+        model={"preset": model},
+        gpus=gpus,
         replicas=1,
-        training={"steps": 10, "globalBatchSize": 60, "sequenceLength": 4096, "precision": "bf16"},
-        workers={"image": "worker", "gpusPerWorker": 8},
+        training={"steps": 10, "globalBatchSize": batch, "sequenceLength": length, "precision": "bf16"},
+        workers={"image": "worker", "gpusPerWorker": each},
     )
-    nodes = cluster(8)
+    nodes = cluster(-(-gpus // 8))
     plan = make_plan(spec, nodes)
     cost_model = cost_model_for(spec, plan.architecture, nodes)
     assert cost_model is not None
     assert plan.estimate is not None
-    assert search(search_request(spec, cost_model, 64)).best.seconds <= plan.estimate.seconds
+    assert search(search_request(spec, cost_model, gpus)).best.seconds <= plan.estimate.seconds
+
+
+@pytest.mark.parametrize(
+    ("training", "stages"),
+    [({}, [0, 1]), ({"masterWeights": False}, [0, 2]), ({"parameterOffload": True}, [2])],
+)
+def test_the_lowest_stage_that_shards_is_tried_though_nothing_has_to_be_saved(
+    training: dict[str, Any], stages: list[int]
+) -> None:
+    spec = spec_of(
+        model=shape(),
+        replicas=1,
+        training={"steps": 1, "globalBatchSize": 32, "sequenceLength": 512, "precision": "bf16", **training},
+    )
+    cost_model = cost_model_for(spec, make_architecture(spec), cluster(2))
+    assert cost_model is not None
+    request = search_request(spec, cost_model, 16)
+    base = strategy_of(request, Layout(tensor=2, pipeline=2, data=4), 1)
+    assert [one.zero_stage for one, _ in memory_savings(request, base)] == stages
 
 
 def test_nothing_is_recomputed_while_a_layout_fits_without() -> None:
