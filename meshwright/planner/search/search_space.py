@@ -180,7 +180,8 @@ def pipeline_degrees(request: SearchRequest) -> list[int]:
     """Return the divisors of the layers (embedding and output count as zero, one or two), and powers of two.
 
     For the replicas of a job, or at most `MAX_EVERY_DEGREE` GPUs, return every degree with which each stage has a
-    layer. For dense models and at most `MAX_EVERY_SIZE` GPUs, also those up to `MAX_EVERY_PIPELINE`.
+    layer. For dense models and at most `MAX_EVERY_SIZE` GPUs, also those up to `MAX_EVERY_PIPELINE`. A search for the
+    fewest or cheapest GPUs, which tries every number of them, has neither.
     """
     if request.pins.pipeline is not None:
         return [request.pins.pipeline]
@@ -189,11 +190,12 @@ def pipeline_degrees(request: SearchRequest) -> list[int]:
         return [1]
     max_degree = min(layers, request.gpus)
     chunks = stages_per_rank(job.parallelism, 2) if job is not None else 1
-    if request.order_of_preference or request.gpus <= MAX_EVERY_DEGREE:
+    tries_more = job is not None or request.objective not in (Objective.GPUS, Objective.COST)
+    if tries_more and (request.order_of_preference or request.gpus <= MAX_EVERY_DEGREE):
         return [p for p in range(1, max_degree + 1) if p == 1 or p * chunks <= layers]
     degrees_to_try = {*divisors(layers), *divisors(layers + 1), *divisors(layers + 2)}
     degrees_to_try.update(1 << power for power in range(max_degree.bit_length()))
-    if request.gpus <= MAX_EVERY_SIZE and request.work.model.mixture is None:
+    if tries_more and request.gpus <= MAX_EVERY_SIZE and request.work.model.mixture is None:
         degrees_to_try.update(range(1, MAX_EVERY_PIPELINE + 1))
     if not request.techniques.uneven_split and layers <= 64 and job is None:
         degrees_to_try.update(range(1, layers + 1))
