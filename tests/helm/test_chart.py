@@ -404,6 +404,7 @@ def test_each_part_of_monitoring_can_be_left_out(part):
         ("coordinator.tls.mode=always", "mode"),
         ("coordinator.tls.mode=secret", "coordinator.tls.secretName is required"),
         ("coordinator.tls.mode=certManager", "coordinator.tls.issuer.name is required"),
+        ("coordinator.port=9090,metrics.port=9090", "coordinator.port and metrics.port must differ"),
         ("replicas=0", "replicas"),
         ("operator.logLevel=loud", "logLevel"),
         ("watchNamespaces={Red}", "watchNamespaces"),
