@@ -185,6 +185,8 @@ def test_arguments_of_megatron_are_read_with_the_allocation(tmp_path: Path) -> N
     ("text", "message"),
     [
         (script("srun python a.py", "--nodes=<N>"), "--nodes must be an integer, got '<N>': replace placeholders"),
+        (script("srun python a.py", "--nodes=0"), "--nodes must be at least 1, got '0'"),
+        (script("srun python a.py", "-n 4", "--ntasks-per-node=0"), "--ntasks-per-node must be at least 1"),
         (script("srun python a.py", "-N 1", "--time=tomorrow"), "`--time` must be a time such as 2-00:00:00"),
         (script("srun python a.py", "--mem=lots", "-N 1"), "`--mem` must be a size such as 512G"),
         (script("srun python a.py", "-N 1", "hetjob", "-N 2"), "import each as a script of its own"),

@@ -271,23 +271,35 @@ def _known(options: Mapping[str, str]) -> dict[str, str]:
 def _nodes(options: Mapping[str, str]) -> int:
     """Nodes of the allocation: the least of a range. Without a number, those for the tasks or GPUs."""
     if stated := options.get("nodes"):
-        return whole_number("--nodes", re.split(r"[-,]", stated, maxsplit=1)[0])
+        return _positive("--nodes", re.split(r"[-,]", stated, maxsplit=1)[0])
     tasks, per_node = options.get("ntasks"), options.get("ntasks-per-node")
     if tasks and per_node:
-        return max(1, whole_number("--ntasks", tasks) // whole_number("--ntasks-per-node", per_node))
+        return max(1, _positive("--ntasks", tasks) // _positive("--ntasks-per-node", per_node))
     whole, part = options.get("gpus"), options.get("gpus-per-node")
     if whole and part:
-        return max(1, _count("gpus", whole) // _count("gpus-per-node", part))
+        return max(1, _count("gpus", whole) // max(1, _count("gpus-per-node", part)))
     return 1
 
 
 def _tasks_of_node(options: Mapping[str, str], nodes: int) -> int:
     """Tasks of a node, 0 if nothing says how many."""
     if stated := options.get("ntasks-per-node"):
-        return whole_number("--ntasks-per-node", stated)
+        return _positive("--ntasks-per-node", stated)
     if stated := options.get("ntasks"):
-        return max(1, whole_number("--ntasks", stated) // nodes)
+        return max(1, _positive("--ntasks", stated) // nodes)
     return 0
+
+
+def _positive(option: str, value: str) -> int:
+    """The value of an option with an integer above 0.
+
+    Raises:
+        ImportFileError: it has another one.
+    """
+    number = whole_number(option, value)
+    if number < 1:
+        raise ImportFileError(f"{option} must be at least 1, got {value!r}")
+    return number
 
 
 def _gpus(options: Mapping[str, str]) -> int:
