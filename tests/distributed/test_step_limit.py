@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -36,12 +36,14 @@ def limit(pool: RankPool, text: Path, layout: dict[str, Any], *slow: Any) -> Ste
 
 
 def check_parts(steps: list[Any]) -> None:
-    """The parts of all steps of a rank sum to their time within 5%."""
-    total = sum(step.seconds for step in steps)
-    parts = sum(
-        step.data_seconds + step.times.compute + step.times.update + sum(step.times.waits.values()) for step in steps
-    )
-    assert parts == pytest.approx(total, rel=0.05)
+    """The parts of a step of a rank sum to its time within 5%, in most steps: between two parts, the machine may run
+    something else.
+    """
+    shares = [
+        (step.data_seconds + step.times.compute + step.times.update + sum(step.times.waits.values())) / step.seconds
+        for step in steps
+    ]
+    assert median(shares) == pytest.approx(1, rel=0.05), shares
 
 
 def test_a_slow_rank(pool: RankPool, text: Path) -> None:
