@@ -22,6 +22,11 @@ UID_CHARACTERS = 8
 DIGEST_CHARACTERS = 10
 
 
+def is_sidecar(init_container: Mapping[str, Any]) -> bool:
+    """Whether an init container runs beside the containers of its pod, until those have ended."""
+    return init_container.get("restartPolicy") == "Always"
+
+
 def pod_name(job: str, worker: int, incarnation: int) -> str:
     """The worker pod's name. It does not change with the mesh generation."""
     return f"{job}-w{worker}-{incarnation}"

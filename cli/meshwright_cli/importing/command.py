@@ -17,8 +17,9 @@ from meshwright.api import labels
 from meshwright.crd.manifest_check import check_manifest, check_mistakes
 from meshwright.kube_yaml import dump_document, load_documents
 from meshwright_cli.importing import deepspeed, kubernetes, megatron, slurm, torchtitan
+from meshwright_cli.importing.batch_script import is_batch_script
 from meshwright_cli.importing.job_kinds import KINDS
-from meshwright_cli.importing.settings import Imported, ImportFileError, without_none
+from meshwright_cli.importing.settings import Imported, ImportFileError, job_name, without_none
 from meshwright_cli.parameters import input_text
 
 GPUS_OF_A_NODE = 8
@@ -72,7 +73,7 @@ def import_job(
     job = {
         "apiVersion": labels.API_VERSION,
         "kind": labels.KIND,
-        "metadata": {"name": _name(file), **found.metadata},
+        "metadata": {"name": job_name(file.stem) or "imported", **found.metadata},
         "spec": spec,
     }
     for line in comments(found, job):
@@ -107,7 +108,7 @@ def imported(text: str, gpus: int | None) -> Imported:
         return torchtitan.read(values, gpus)
     if objects := _objects(text):
         return kubernetes.read_objects(objects)
-    if values is None and slurm.is_batch_script(text):
+    if values is None and is_batch_script(text):
         return _batch_script(text, gpus)
     if values is None and megatron.is_megatron(text):
         return megatron.read(text, gpus)
@@ -122,14 +123,13 @@ def _batch_script(text: str, gpus: int | None) -> Imported:
     """A batch script of Slurm: its command or, if that has the arguments of Megatron-LM, the job that they describe."""
     if not (megatron.is_megatron(text) and re.search(r"pretrain_\w+\.py", text)):
         return slurm.read(text, gpus)
-    of_nodes, spec, without_equivalent = slurm.allocation(text)
-    found = megatron.read(slurm.with_values(text), gpus or of_nodes)
-    found.spec |= without_none(spec)
+    allocation = slurm.allocation(text)
+    found = megatron.read(allocation.script, gpus or allocation.gpus)
+    found.spec |= without_none(allocation.spec)
     of_megatron = [flag for flag in found.without_equivalent if not slurm.is_option(flag.removeprefix("--"))]
-    found.without_equivalent = of_megatron + without_equivalent
+    found.without_equivalent = of_megatron + allocation.without_equivalent
     found.notes = [note for note in found.notes if not note.startswith("the value of --container")]
-    name = slurm.name_of(text)
-    found.metadata = {"name": name} if name else {}
+    found.metadata = allocation.metadata
     found.framework = "configuration of Megatron-LM in a batch script of Slurm"
     return found
 
@@ -173,9 +173,3 @@ def _values(text: str) -> dict[str, Any] | None:
             continue
         return values if isinstance(values, dict) else None
     return None
-
-
-def _name(file: Path) -> str:
-    """A name for the job, from that of the file."""
-    allowed = "".join(c if c.isascii() and c.isalnum() else "-" for c in file.stem.lower()).strip("-")
-    return allowed[:40].strip("-") or "imported"

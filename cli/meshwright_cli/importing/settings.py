@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -81,6 +82,11 @@ class Imported:
     """What differs, and what the configuration does not have."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Name, namespace, labels and annotations, if the file has them."""
+
+
+def job_name(text: str) -> str:
+    """A name for a job from any text. Empty if no character of it may be in one."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

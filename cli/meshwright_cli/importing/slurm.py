@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from meshwright.api.labels import GPU_RESOURCE
@@ -25,12 +27,9 @@ from meshwright_cli.importing.job_kinds import Gang, Group
 from meshwright_cli.importing.kubernetes import read_gang
 from meshwright_cli.importing.launchers import without_launcher
 from meshwright_cli.importing.pod_template import is_of_agent
-from meshwright_cli.importing.settings import Imported, ImportFileError
-
-__all__ = ["allocation", "is_batch_script", "is_option", "name_of", "read", "starts_ranks", "with_values"]
+from meshwright_cli.importing.settings import Imported, ImportFileError, job_name
 
 _UNITS = {"": "Mi", "K": "Ki", "M": "Mi", "G": "Gi", "T": "Ti"}
-_SECONDS = {"minutes": 60, "hours": 3600, "days": 86400}
 _OF_RANKS = {
     "SLURM_PROCID": "${RANK}",
     "SLURM_LOCALID": "${LOCAL_RANK}",
@@ -74,27 +73,37 @@ _INSTEAD = {
 """Options without an equivalent, and what is there instead."""
 
 
-def allocation(text: str) -> tuple[int | None, dict[str, Any], list[str]]:
-    """GPUs of a script's directives if they state them, fields of the spec, and what has no equivalent: for a script
-    whose command another reader understands.
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What a batch script says beside its command, for a script whose command another reader understands."""
+
+    gpus: int | None
+    """GPUs of all nodes, if the directives state them."""
+    spec: dict[str, Any]
+    """Fields of the job's spec."""
+    metadata: dict[str, Any]
+    without_equivalent: list[str]
+    script: str
+    """The script with the values of its variables, as far as they are known."""
+
+
+def allocation(text: str) -> Allocation:
+    """Read what a batch script says beside its command.
+
+    Raises:
+        ImportFileError: a value has the wrong type, or quotes do not match.
     """
     options = directives(text)
-    nodes, gpus = _nodes(options), _gpus(options)
+    variables = read_script(text, _known(options)).variables
     spec = {"activeDeadlineSeconds": _seconds(options.get("time", ""))}
-    return (nodes * gpus if gpus else None), spec, list(_without_equivalent(options))
+    script = "".join(f"{replaced(line, variables)}\n" for line in text.splitlines())
+    gpus = _nodes(options) * _gpus(options) or None
+    return Allocation(gpus, spec, _metadata(options), list(_without_equivalent(options)), script)
 
 
-def with_values(text: str) -> str:
-    """The script with the values of its variables, as far as they are known."""
-    variables = read_script(text, _known(directives(text))).variables
-    return "".join(f"{replaced(line, variables)}\n" for line in text.splitlines())
-
-
-def name_of(text: str) -> str | None:
-    """A name for the job, from that of the script."""
-    given = directives(text).get("job-name", "")
-    allowed = re.sub(r"[^a-z0-9]+", "-", given.lower()).strip("-")[:40].strip("-")
-    return allowed or None
+def _metadata(options: Mapping[str, str]) -> dict[str, Any]:
+    name = job_name(options.get("job-name", ""))
+    return {"name": name} if name else {}
 
 
 def starts_ranks(text: str) -> bool:
@@ -122,8 +131,7 @@ def read(text: str, all_gpus: int | None) -> Imported:
     Raises:
         ImportFileError: it starts nothing, or a value has the wrong type.
     """
-    options = directives(text)
-    script = read_script(text, _known(options))
+    script = read_script(text, _known(directives(text)))
     line = _main_line(script)
     own = {name: value for name, value in (line.options or {}).items() if "$" not in value}
     stated, elastic = _of_launcher(line)
@@ -146,9 +154,8 @@ def read(text: str, all_gpus: int | None) -> Imported:
     if command := spec.get("runtime", {}).get("command"):
         spec["runtime"]["command"] = _of_ranks(command, found)
     found += [f"no equivalent: {text}" for text in _without_equivalent(options)]
-    name = name_of(text)
     kind = "batch script of Slurm" if is_batch_script(text) else "script"
-    return Imported(kind, spec, [], [*notes, *found], {"name": name} if name else {})
+    return Imported(kind, spec, [], [*notes, *found], _metadata(script.options))
 
 
 def _of_launcher(line: Line) -> tuple[dict[str, str], tuple[int | None, int | None]]:
@@ -345,13 +352,11 @@ def _seconds(limit: str) -> int | None:
     if not all(part.isdigit() for part in (*parts, days or "0")) or len(parts) > 3:
         raise ImportFileError(f"`--time` must be a time such as 2-00:00:00, got {limit!r}")
     numbers = [int(part) for part in parts]
-    if dash:
+    if dash or len(numbers) == 3:
         hours, minutes, seconds = [*numbers, 0, 0][:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
     else:
         hours, minutes, seconds = 0, *[*numbers, 0][:2]
-    return int(days or 0) * _SECONDS["days"] + hours * _SECONDS["hours"] + minutes * _SECONDS["minutes"] + seconds
+    return int(timedelta(int(days or 0), seconds, minutes=minutes, hours=hours).total_seconds())
 
 
 def _without_equivalent(options: Mapping[str, str]) -> Iterator[str]:

@@ -58,8 +58,3 @@ def key_of(item: KubeObject) -> tuple[str, str]:
 def has_ended(pod: KubeObject) -> bool:
     """Return whether the containers of a pod have exited for good, so that it no longer occupies resources."""
     return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-
-
-def is_sidecar(container: KubeObject) -> bool:
-    """Return whether an init container runs beside the others, until those have ended."""
-    return container.get("restartPolicy") == "Always"

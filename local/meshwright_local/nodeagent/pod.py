@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 
-from meshwright.api.objects import KubeObject
+from meshwright.api.objects import KubeObject, is_sidecar
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import STRATEGIC_PATCH, ApiError
-from meshwright_local.kube.resources import PODS, is_sidecar
+from meshwright_local.kube.resources import PODS
 from meshwright_local.nodeagent import volumes
 from meshwright_local.nodeagent.container import Container
 from meshwright_local.nodeagent.sandbox import API_ERRORS, PodSpecError, Sandbox, discard_links

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from meshwright.api.objects import KubeObject
+from meshwright.api.objects import KubeObject, is_sidecar
 from meshwright_local.kube.quantities import milli_value
-from meshwright_local.kube.resources import is_sidecar
 
 Amounts = Counter[str]
 """Resource name -> thousandths of its unit."""

@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any
 
 from meshwright.api.labels import ANNOTATION_DEVICES, KIND, METRICS_PORT
+from meshwright.api.objects import is_sidecar
 from meshwright.api.workers import WorkersSpec
 from meshwright.planner.cluster.quantities import parse_quantity
 
@@ -178,7 +179,7 @@ def spec_request(spec: Mapping[str, Any], claimed: Mapping[str, int], gpu_resour
     peak = sidecars = Resources()
     for container in spec.get("initContainers") or ():
         requests = _container(container, gpu_resource)
-        if container.get("restartPolicy") == "Always":
+        if is_sidecar(container):
             sidecars += requests
         else:
             peak = _elementwise_max(peak, sidecars + requests)

@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from meshwright.api.labels import GANG_GATE, KIND, LABEL_JOB, LABEL_REVISION, WORKER_CONTAINER
+from meshwright.api.objects import is_sidecar
 from meshwright.planner.cluster.pod_resources import node_of
 from meshwright_operator.kube.pod_requests import request_json_of
 from meshwright_operator.text import shortened
@@ -200,7 +201,7 @@ def _defaulted(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> tuple[
 
 def _init_failure(spec: Mapping[str, Any], status: Mapping[str, Any]) -> str:
     """Which init container has failed, and how. Empty if none has: sidecars are restarted, and stopped at the end."""
-    sidecars = {c.get("name") for c in spec.get("initContainers") or () if c.get("restartPolicy") == "Always"}
+    sidecars = {c.get("name") for c in spec.get("initContainers") or () if is_sidecar(c)}
     for container in status.get("initContainerStatuses") or ():
         if container.get("name") in sidecars:
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.api.objects import KubeObject
+from meshwright.api.objects import KubeObject, is_sidecar
 from meshwright_local.apiserver.admission.metadata import key_problem, problem
 from meshwright_local.apiserver.status_errors import (
     Cause,
@@ -19,7 +19,6 @@ from meshwright_local.apiserver.status_errors import (
     unsupported_value,
 )
 from meshwright_local.kube import quantities
-from meshwright_local.kube.resources import is_sidecar
 
 _STANDARD = ("cpu", "memory", "ephemeral-storage")
 _HUGE_PAGES = "hugepages-"

@@ -11,12 +11,12 @@ from fractions import Fraction
 
 import orjson
 
-from meshwright.api.objects import KubeObject
+from meshwright.api.objects import KubeObject, is_sidecar
 from meshwright_local.apiserver.resource_types import Resource, Rules
 from meshwright_local.apiserver.status_errors import Cause, forbidden, not_allowed, qualified, unsupported_value
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import quantities
-from meshwright_local.kube.resources import has_ended, is_sidecar
+from meshwright_local.kube.resources import has_ended
 
 PODS, QUOTAS, LIMIT_RANGES = ("", "pods"), ("", "resourcequotas"), ("", "limitranges")
 _WITH_GENERATION = ("pods", "services", "secrets", "configmaps", "persistentvolumeclaims", "resourcequotas")

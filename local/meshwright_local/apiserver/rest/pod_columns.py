@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshwright.api.objects import KubeObject
+from meshwright.api.objects import KubeObject, is_sidecar
 from meshwright_local.apiserver.rest.ages import since
-from meshwright_local.kube.resources import has_ended, is_sidecar
+from meshwright_local.kube.resources import has_ended
 
 
 def pod_ready(obj: KubeObject) -> str:
