@@ -64,3 +64,5 @@ class ModelSpec(ApiModel):
     """Multi-head latent attention (DeepSeek). Full keys and values by default."""
     rope_scaling: RopeScalingSpec | None = None
     """Rescaling of rotary frequencies for long contexts (Llama 3.1). None by default."""
+    sliding_window: Annotated[int, Field(ge=0, le=16777216)] | None = None
+    """Number of keys that a query attends to, its own among them (Mistral). Defaults to 0, for all."""

@@ -67,8 +67,8 @@ class Architecture(ApiModel):
     """Rescaling of rotary frequencies, if any."""
     mixture: MixtureSpec | None = None
     """The mixture of experts that replaces the feed-forward layer in some layers."""
-    sliding_window: Annotated[int, Field(exclude=True), SkipJsonSchema()] = 0
-    """Largest number of keys that a query attends to (Mistral). 0 for all earlier keys. Counted, but not built."""
+    sliding_window: int = 0
+    """Largest number of keys that a query attends to, its own among them (Mistral, arXiv 2310.06825). 0 for all."""
     shared_gate: Annotated[bool, Field(exclude=True), SkipJsonSchema()] = False
     """Whether a gate weights a mixture's shared experts (Qwen2-MoE). Counted, but not built."""
     prediction_layers: Annotated[int, Field(exclude=True), SkipJsonSchema()] = 0
@@ -191,11 +191,6 @@ class Architecture(ApiModel):
 def not_buildable(model: Architecture) -> list[str]:
     """Reasons why the runtime does not build a model that can be counted. Empty if it builds the model."""
     reasons = []
-    if model.sliding_window:
-        reasons.append(
-            f"attention over a sliding window (`sliding_window: {model.sliding_window}`) is not supported: "
-            "leave the window out (`null`) if no sequence is longer"
-        )
     if model.shared_gate:
         reasons.append("a gate on the shared experts (`model_type: qwen2_moe`) is not supported")
     if model.prediction_layers:

@@ -14,9 +14,9 @@ from types import MappingProxyType
 
 from meshwright.api.model import ModelSpec
 from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScalingSpec
-from meshwright.models.architecture import Architecture, not_buildable
+from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface.config_fields import ConfigError
-from meshwright.models.huggingface.reader import architecture_from_json, to_model_spec
+from meshwright.models.huggingface.reader import architecture_from_json
 from meshwright.models.mixture_presets import mixtures
 
 
@@ -155,24 +155,19 @@ def _published() -> dict[str, Architecture]:
     return {architecture.name: architecture for architecture in listed}
 
 
-PUBLISHED: Mapping[str, Architecture] = MappingProxyType(_published())
-"""All published models. The planner estimates each. The runtime builds those without a reason in `not_buildable`."""
-
-PRESETS: Mapping[str, Architecture] = MappingProxyType(
-    {name: architecture for name, architecture in PUBLISHED.items() if not not_buildable(architecture)}
-)
-"""The models that the runtime builds: the values of `model.preset`."""
+PRESETS: Mapping[str, Architecture] = MappingProxyType(_published())
+"""The published models by name: the values of `model.preset`."""
 
 
 def published(name: str) -> Architecture:
-    """Return the model `name`, even if the runtime does not build it.
+    """Return the model `name`.
 
     Raises:
         UnknownModelError: there is no such model. The message names the most similar ones.
     """
-    if name not in PUBLISHED:
-        raise UnknownModelError(f"unknown model `{name}`: {_nearest(name, PUBLISHED)}")
-    return PUBLISHED[name]
+    if name not in PRESETS:
+        raise UnknownModelError(f"unknown model `{name}`: {_nearest(name, PRESETS)}")
+    return PRESETS[name]
 
 
 def resolve(model: ModelSpec) -> Architecture:
@@ -203,10 +198,6 @@ def resolve(model: ModelSpec) -> Architecture:
 def _preset(name: str) -> Architecture:
     if name in PRESETS:
         return PRESETS[name]
-    if name in PUBLISHED:
-        reasons = "; ".join(not_buildable(PUBLISHED[name]))
-        fields = ", ".join(f"`{field}: {value}`" for field, value in to_model_spec(PUBLISHED[name]).wire().items())
-        raise UnknownModelError(f"`model.preset` `{name}`: {reasons}; the model's other fields are {fields}")
     raise UnknownModelError(f"unknown `model.preset` `{name}`: {_nearest(name, PRESETS)}")
 
 

@@ -35,7 +35,8 @@ from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 
 RUN_VERSION = 4
 """The newest `run_version` that this release executes. Version 2 has replica groups, version 3 has `decay` and
-`decaySteps` of the optimizer, version 4 has `initialAdapter` of LoRA, `resumeFrom` and `keepBest` of checkpoints."""
+`decaySteps` of the optimizer, version 4 has `initialAdapter` of LoRA, `resumeFrom` and `keepBest` of checkpoints, and
+sliding windows shorter than a sequence."""
 
 MAX_GENERATION = 1 << 31
 DEFAULT_REPORT_SECONDS = 2.0
@@ -276,6 +277,8 @@ def run_version_of(run: RunConfig, groups: ReplicaGroups | None) -> int:
     if lora is not None and lora.initial_adapter is not None:
         return 4
     if checkpoint is not None and (checkpoint.keeps_best or checkpoint.resume_from is not None):
+        return 4
+    if run.uses_sliding_window:
         return 4
     if optimizer.decay_or_default is not RateDecay.COSINE or optimizer.decay_steps:
         return 3

@@ -90,6 +90,11 @@ class Run(ApiModel):
         """Whether rows contain several documents, between which there is no attention."""
         return False
 
+    @property
+    def uses_sliding_window(self) -> bool:
+        """Whether the window of attention is shorter than a sequence."""
+        return False
+
 
 class NativeRun(Run):
     """A run of Meshwright's own runtime."""
@@ -123,6 +128,11 @@ class NativeRun(Run):
     def packs_documents(self) -> bool:
         """See `Run.packs_documents`."""
         return self.data.packing is Packing.DOCUMENTS
+
+    @property
+    def uses_sliding_window(self) -> bool:
+        """See `Run.uses_sliding_window`."""
+        return 0 < self.architecture.sliding_window < self.training.sequence_length
 
 
 class CommandRun(Run):

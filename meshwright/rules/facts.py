@@ -92,6 +92,10 @@ class ModelFacts(Protocol):
         """Multi-head latent attention."""
 
     @property
+    def sliding_window(self) -> int | None:
+        """Number of keys that a query attends to. All if it is 0 or left out."""
+
+    @property
     def rope_scaling(self) -> RopeScalingSpec | None:
         """Rescaling of rotary frequencies."""
 

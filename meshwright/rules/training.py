@@ -189,6 +189,7 @@ def _selective_layers_are_whole(facts: Facts) -> bool:
         or p.context_or_default > 1
         or (facts.data is not None and facts.data.packing is Packing.DOCUMENTS)
         or (facts.model is not None and facts.model.mixture is not None)
+        or (facts.model is not None and 0 < (facts.model.sliding_window or 0) < training.sequence_length)
         or (training.fp8 is not None and training.fp8.update is Fp8Update.DELAYED)
         or ((p.pipeline or 1) > 1 and not kind_of(p.order).whole_backward)
     )
@@ -200,7 +201,9 @@ def _selective_layers_are_whole_cel() -> str:
         "!has(self.training) || !self.training.compile || !has(self.training.activationCheckpointing)"
         " || self.training.activationCheckpointing != 'Selective'"
         " || ((!has(self.parallelism.tensor) || self.parallelism.tensor == 1) && self.parallelism.context == 1"
-        " && (!has(self.data) || self.data.packing != 'Documents') && (!has(self.model) || !has(self.model.mixture))"
+        " && (!has(self.data) || self.data.packing != 'Documents') && (!has(self.model) || !has(self.model.mixture)"
+        " && (!has(self.model.slidingWindow) || self.model.slidingWindow == 0"
+        " || self.model.slidingWindow >= self.training.sequenceLength))"
         " && (!has(self.training.fp8) || self.training.fp8.update != 'Delayed')"
         " && (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1"
         f" || {schedule_is(lambda kind: kind.whole_backward)}))"
@@ -380,10 +383,10 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "training.activationCheckpointing",
         "cannot be `Selective` with `training.compile: true` if layers are compiled in pieces, because each piece "
-        "computes all its matrix products again. Pieces result from tensor parallelism (`parallelism.tensor`), context "
-        "parallelism (`parallelism.context`), `data.packing: Documents`, `model.mixture`, `training.fp8.update: "
-        "Delayed`, and a `parallelism.schedule` that splits the backward pass or does not flush: use `Full` or `None`, "
-        "or `compile: false`",
+        "computes all its matrix products again. Pieces result from `parallelism.tensor`, `parallelism.context`, "
+        "`data.packing: Documents`, `model.mixture`, `model.slidingWindow`, `training.fp8.update: Delayed`, and a "
+        "`parallelism.schedule` that splits the backward pass or does not flush: use `Full` or `None`, or `compile: "
+        "false`",
         _selective_layers_are_whole_cel,
         _selective_layers_are_whole,
     ),

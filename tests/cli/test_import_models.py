@@ -94,6 +94,19 @@ def test_positions_that_megatron_rescales_in_another_way_are_rejected(model: Arc
     assert "`model.ropeScaling`" in MEGATRON_LM.model_problem(model)
 
 
+def test_a_window_is_read_if_all_layers_have_it() -> None:
+    def told(flags: str) -> tuple[Any, list[str]]:
+        found = read(f"{ARGUMENTS} --global-batch-size 16 --micro-batch-size 1 --train-iters 10 {flags}")
+        return found.spec["model"].get("slidingWindow"), found.without_equivalent
+
+    assert told("--window-size 127,0") == (128, [])
+    assert told("--window-size (127,0)") == (128, [])
+    assert told("--window-size -1,0") == (None, [])
+    window, without = told("--window-size 127,0 --window-attn-skip-freq 2")
+    assert window is None
+    assert {"--window-size", "--window-attn-skip-freq"} <= set(without)
+
+
 def test_a_factor_of_1_needs_no_flags() -> None:
     identity = YARN.model_copy(update={"factor": 1.0, "score_factor": 1.0})
     assert "--mscale" not in written(replace(PRESETS["deepseek-v3"], rope_scaling=identity))

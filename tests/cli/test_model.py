@@ -53,11 +53,11 @@ def test_what_the_example_says(tmp_path: Path) -> None:
 
 def test_what_is_not_supported_is_rejected_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    config = {**config_from_architecture(PRESETS["llama-2-7b"]), "model_type": "mistral", "sliding_window": 4096}
+    config = {**config_from_architecture(PRESETS["llama-2-7b"]), "quantization_config": {"quant_method": "awq"}}
     path.write_text(json.dumps(config))
     refused = run(path)
     assert refused.exit_code == 1
-    assert "(`sliding_window: 4096`) is not supported" in refused.output
+    assert "`quantization_config` is not supported" in refused.output
     assert "(it has 6,738,415,616 parameters)" in refused.output
     path.write_text("{")
     assert "config.json: not valid JSON" in run(path).output

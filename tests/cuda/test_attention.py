@@ -10,7 +10,7 @@ from meshwright.sequence_sharding import SequenceSharding
 from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.models.attention import AttentionCore, needs_equal_head_sizes
 from meshwright_worker.parallel.context import varlen_kernels
-from meshwright_worker.parallel.context.attention_blocks import blocks_of
+from meshwright_worker.parallel.context.attention_blocks import Shape, blocks_of
 from meshwright_worker.parallel.context.attention_kernels import attend, attend_backward
 from meshwright_worker.parallel.context.context_parallel import AllGatherAttentionCore
 from meshwright_worker.parallel.context.varlen_attention import VARLEN_KERNELS
@@ -77,16 +77,16 @@ def test_attention_equals_fp64(device: torch.device, shape: str, ragged: bool, d
         assert all(torch.equal(one, two) for one, two in zip(got, again, strict=True))
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("used", Shape)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_of_context_parallelism_equal_fp64(device: torch.device, shape: str, causal: bool) -> None:
+def test_blocks_of_context_parallelism_equal_fp64(device: torch.device, shape: str, used: Shape) -> None:
     query, key, value, gradient = (tensor.transpose(1, 2) for tensor in tensors(device, *SHAPES[shape]))
     scale = query.shape[-1] ** -0.5
 
     def run(dtype: torch.dtype) -> list[torch.Tensor]:
         parts = [tensor.to(dtype) for tensor in (query, key, value)]
-        attended, lse = attend(*parts, causal=causal, scale=scale)
-        gradients = attend_backward(gradient.to(dtype), *parts, attended.to(dtype), lse, causal=causal, scale=scale)
+        attended, lse = attend(*parts, shape=used, scale=scale)
+        gradients = attend_backward(gradient.to(dtype), *parts, attended.to(dtype), lse, shape=used, scale=scale)
         return [attended, lse, *gradients]
 
     for name, got, want in zip(
@@ -94,6 +94,21 @@ def test_blocks_of_context_parallelism_equal_fp64(device: torch.device, shape: s
     ):
         assert got.shape == want.shape
         assert error(got, want) <= BF16, name
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("window", [1, 50, 130])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_sliding_window_equals_fp64(device: torch.device, shape: str, window: int, varlen: bool) -> None:
+    inputs = tensors(device, *SHAPES[shape])
+    rows = torch.repeat_interleave(torch.arange(2), torch.tensor([150, 43])).expand(2, -1)
+    metadata = TokenMetadata(documents=rows.to(device), row_documents=rows) if varlen else TokenMetadata()
+    core = AttentionCore(window=window)
+    blocks = AllGatherAttentionCore(SequenceSharding(), None, core, varlen=varlen)
+    want = outputs(core, inputs, torch.float64, metadata)
+    got = outputs(blocks, inputs, torch.bfloat16, metadata)
+    for name, one, two in zip(("output", "query", "key", "value"), got, want, strict=True):
+        assert error(one, two) <= BF16, name
 
 
 @pytest.mark.parametrize("causal", [True, False])

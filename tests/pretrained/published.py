@@ -52,6 +52,11 @@ MIXTRAL: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.02,
 }
+MISTRAL: dict[str, Any] = {**LLAMA, "model_type": "mistral", "rope_scaling": None, "sliding_window": 6}
+MIXTRAL_WINDOW: dict[str, Any] = {**MIXTRAL, "sliding_window": 5}
+_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+QWEN2_WINDOW: dict[str, Any] = {**QWEN2, **_WINDOW}
+QWEN3_WINDOW: dict[str, Any] = {**QWEN3, **_WINDOW}
 DEEPSEEK: dict[str, Any] = {
     **{key: value for key, value in LLAMA.items() if key not in ("head_dim", "rope_scaling")},
     "model_type": "deepseek_v2",
@@ -102,6 +107,7 @@ QWEN3_MOE = {
     "decoder_sparse_step": 2,
     "norm_topk_prob": True,
 }
+QWEN3_MOE_WINDOW: dict[str, Any] = {**QWEN3_MOE, **_WINDOW}
 
 
 def random_weights(

@@ -34,7 +34,7 @@ def llama(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> tor
             q, k = _rms(q, w["self_attn.q_norm.weight"], eps), _rms(k, w["self_attn.k_norm.weight"], eps)
         q, k = q * cos + _half(q) * sin, k * cos + _half(k) * sin
         k, v = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v))
-        x = x + F.linear(_attend(q, k, v), w["self_attn.o_proj.weight"])
+        x = x + F.linear(_attend(q, k, v, _window(config)), w["self_attn.o_proj.weight"])
         h = _rms(x, w["post_attention_layernorm.weight"], eps)
         if "num_local_experts" in config:
             x = x + _mixtral(h, w, config)
@@ -46,6 +46,10 @@ def llama(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> tor
             x = x + _swiglu(h, w, "mlp")
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     return F.linear(_rms(x, weights["model.norm.weight"], eps), head)
+
+
+def _window(config: dict[str, Any]) -> int:
+    return int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
 
 
 def _mixtral(x: torch.Tensor, w: Weights, config: dict[str, Any]) -> torch.Tensor:
@@ -208,8 +212,10 @@ def _llama3(frequency: float, scaling: dict[str, Any]) -> float:
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int = 0) -> torch.Tensor:
     length = q.shape[1]
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
-    scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+    index = torch.arange(length)
+    back = index.unsqueeze(1) - index
+    scores = scores.masked_fill((back < 0) | (back >= (window or length)), float("-inf"))
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2)

@@ -30,10 +30,15 @@ from tests.pretrained.published import (
     DEEPSEEK_YARN,
     GPT2,
     LLAMA,
+    MISTRAL,
     MIXTRAL,
+    MIXTRAL_WINDOW,
     QWEN2,
+    QWEN2_WINDOW,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_MOE_WINDOW,
+    QWEN3_WINDOW,
     QWEN3_YARN,
     random_weights,
     write_model,
@@ -51,6 +56,11 @@ MODELS: dict[str, tuple[dict[str, Any], Forward]] = {
     "deepseek-v2": (DEEPSEEK_V2, reference.deepseek),
     "deepseek-v3": (DEEPSEEK_V3, reference.deepseek),
     "qwen3-moe": (QWEN3_MOE, reference.llama),
+    "mistral": (MISTRAL, reference.llama),
+    "mixtral with a window": (MIXTRAL_WINDOW, reference.llama),
+    "qwen2 with a window": (QWEN2_WINDOW, reference.llama),
+    "qwen3 with a window": (QWEN3_WINDOW, reference.llama),
+    "qwen3-moe with a window": (QWEN3_MOE_WINDOW, reference.llama),
     "qwen3 with YaRN": (QWEN3_YARN, reference.llama),
     "deepseek-v3 with YaRN": (DEEPSEEK_YARN, reference.deepseek),
 }
@@ -103,11 +113,18 @@ def test_a_configuration_survives_both_directions(config: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama-3.1-8b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "tiny-latent", *MIXED_PRESETS]
+    "name",
+    ["gpt2", "mistral-7b", "llama-3.1-8b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "tiny-latent", *MIXED_PRESETS],
 )
 def test_a_preset_survives_both_directions(name: str) -> None:
     model = PRESETS[name].model_copy(update={"name": ""})
     assert architecture_from_config(config_from_architecture(model)) == model
+
+
+@pytest.mark.parametrize("name", ["gpt2", "tiny-latent"])
+def test_a_window_that_no_type_has_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"`model_type` '.*', which has this shape otherwise, has no `slidingWindow`"):
+        config_from_architecture(PRESETS[name].model_copy(update={"sliding_window": 8}))
 
 
 @pytest.mark.parametrize(
@@ -156,8 +173,7 @@ def test_what_a_configuration_leaves_out_is_what_its_type_says() -> None:
     mistral = {**shape, "model_type": "mistral", "sliding_window": None}
     assert architecture_from_config(mistral).kv_heads == 8
     assert architecture_from_config({**mistral, "num_key_value_heads": None}).kv_heads == 16
-    with pytest.raises(ConfigError, match="`sliding_window: "):
-        architecture_from_config({**shape, "model_type": "mistral"})
+    assert architecture_from_config({**shape, "model_type": "mistral"}).sliding_window == 4096
     mixtral = architecture_from_config({**shape, "model_type": "mixtral"})
     assert (mixtral.kv_heads, mixtral.norm_epsilon) == (8, 1e-5)
     assert architecture_from_config({**shape, "model_type": "qwen3", "num_key_value_heads": 4}).head_size == 128
@@ -175,7 +191,6 @@ def test_what_a_configuration_leaves_out_is_what_its_type_says() -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}}, "`rope_scaling.truncate: false`"),
         ({"attention_bias": True}, "`attention_bias`"),
         ({"hidden_act": "relu6"}, "activation 'relu6'"),
-        ({"use_sliding_window": True, "sliding_window": 8}, "`sliding_window: "),
         ({"rms_norm_eps": "tiny"}, "`rms_norm_eps` must be a number"),
     ],
 )

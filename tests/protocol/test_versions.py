@@ -146,6 +146,15 @@ def test_images_that_would_train_a_new_adapter_reject_the_run() -> None:
         assert run_version_of(run.model_copy(update={"training": training}), None) == version
 
 
+def test_images_that_would_attend_to_all_keys_reject_the_run() -> None:
+    run = mesh_document().run
+    assert isinstance(run, NativeRun)
+    length = run.training.sequence_length
+    for window, version in ((0, 1), (length, 1), (length - 1, 4)):
+        model = run.architecture.model_copy(update={"sliding_window": window})
+        assert run_version_of(run.model_copy(update={"architecture": model}), None) == version
+
+
 def test_images_that_would_begin_at_step_0_reject_the_run() -> None:
     run = mesh_document().run
     assert isinstance(run, NativeRun)

@@ -233,6 +233,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
         {**SELECTIVE, "parallelism.tensor": 1, "data.packing": "Documents"},
     ),
     ("training.activationCheckpointing", {**SELECTIVE, **mixture(), "parallelism.tensor": 1}),
+    ("training.activationCheckpointing", {**SELECTIVE, "parallelism.tensor": 1, "model.slidingWindow": 3}),
     (
         "training.activationCheckpointing",
         {**SELECTIVE, "parallelism.tensor": 1, "training.fp8": {"update": "Delayed"}},

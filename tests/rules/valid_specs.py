@@ -70,6 +70,8 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {**mixture(), "parallelism.tensor": 1, "parallelism.zeroStage": 1}),
     (GOOD, {"training.parameterOffload": True, "parallelism.zeroStage": 3, "replicas": 1}),
     (GOOD, {"parallelism.tensor": 1, **SELECTIVE}),
+    (GOOD, {"parallelism.tensor": 1, **SELECTIVE, "model.slidingWindow": 0}),
+    (GOOD, {"parallelism.tensor": 1, **SELECTIVE, "model.slidingWindow": 1048576}),
     (GOOD, {"parallelism.tensor": None, "parallelism.pipeline": None, **SELECTIVE}),
     (GOOD, {"training.outer": {"method": "FedAvg"}, "data": {"source": "Files", "claimName": "c"}}),
     (GOOD, {"parallelism.context": 64, "parallelism.contextMethod": "Ring"}),

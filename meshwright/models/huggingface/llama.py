@@ -23,7 +23,7 @@ from meshwright.models.huggingface.model_type import (
 def _read(
     fields: ConfigFields,
     *,
-    window: bool | None = None,
+    window: Callable[[ConfigFields], int],
     mixture: Callable[[ConfigFields], MixtureSpec] | None = None,
     **traits: bool,
 ) -> Architecture:
@@ -31,7 +31,7 @@ def _read(
 
     Args:
         fields: the configuration's fields.
-        window: whether `sliding_window` applies. None if the field `use_sliding_window` decides.
+        window: reads the window that all layers have, 0 for none.
         mixture: reads the mixture of experts.
         traits: fields of the Architecture that only the model type determines.
     """
@@ -39,14 +39,54 @@ def _read(
         raise ConfigError("`attention_bias` and `mlp_bias` are not supported for these model types")
     numbers = read_numbers(fields, latent=False)
     heads = numbers["heads"]
-    slides = fields.flag("use_sliding_window", False) if window is None else window
     return Architecture(
         **numbers,
         **traits,
         kv_heads=fields.number("num_key_value_heads", heads),
         head_size=fields.number("head_dim", 0) or numbers["hidden_size"] // max(1, heads),
-        sliding_window=fields.number("sliding_window", 0) if slides else 0,
+        sliding_window=window(fields),
         mixture=None if mixture is None else mixture(fields),
+    )
+
+
+def _window(fields: ConfigFields) -> int:
+    """The window of all layers: of Mistral and Mixtral."""
+    window = fields.number("sliding_window", 0)
+    if window and any(kind != "sliding_attention" for kind in fields.listed("layer_types")):
+        raise _partial_window(window)
+    return window
+
+
+def _switched_window(fields: ConfigFields) -> int:
+    """The window of all layers, if it is switched on: of Qwen3's mixtures."""
+    return _window(fields) if fields.flag("use_sliding_window", False) else 0
+
+
+def _window_of_later_layers(fields: ConfigFields) -> int:
+    """The window of Qwen2 and Qwen3: in layers from `max_window_layers` on, or in those that `layer_types` lists."""
+    window = fields.number("sliding_window", 0) if fields.flag("use_sliding_window", False) else 0
+    layers, first = fields.number("num_hidden_layers"), fields.number("max_window_layers", 28)
+    sliding, full = "sliding_attention", "full_attention"
+    kinds = fields.listed("layer_types") or [sliding if layer >= first else full for layer in range(layers)]
+    if not window or all(kind == full for kind in kinds):
+        return 0
+    if any(kind != sliding for kind in kinds):
+        raise _partial_window(window)
+    return window
+
+
+def _window_of_every_other_layer(fields: ConfigFields) -> int:
+    """The window of Qwen2's mixtures."""
+    window = fields.number("sliding_window", 0) if fields.flag("use_sliding_window", False) else 0
+    if window:
+        raise _partial_window(window)
+    return 0
+
+
+def _partial_window(window: int) -> ConfigError:
+    return ConfigError(
+        f"a sliding window (`sliding_window: {window}`) in only some layers (`max_window_layers`, `layer_types`) is "
+        "not supported: set `use_sliding_window` to false, or `sliding_window` to null, if no sequence is longer"
     )
 
 
@@ -85,6 +125,18 @@ def _write(model: Architecture) -> dict[str, Any]:
     return {**write_numbers(model), "head_dim": model.head_size}
 
 
+def _write_mistral(model: Architecture) -> dict[str, Any]:
+    return {**_write(model), "sliding_window": model.sliding_window or None}
+
+
+def _write_switched(model: Architecture) -> dict[str, Any]:
+    """Qwen2 and Qwen3. Without a window their defaults apply."""
+    if not model.sliding_window:
+        return _write(model)
+    window = {"use_sliding_window": True, "sliding_window": model.sliding_window, "max_window_layers": 0}
+    return {**_write(model), **window}
+
+
 def _write_mixtral(model: Architecture) -> dict[str, Any]:
     numbers, mixture = _write(model), _mixture_of(model)
     check_mixture_fields(mixture, "Mixtral", {"experts", "per_token", "intermediate_size"})
@@ -98,12 +150,12 @@ def _write_mixtral(model: Architecture) -> dict[str, Any]:
         "num_local_experts": mixture.experts,
         "num_experts_per_tok": mixture.per_token,
         "router_aux_loss_coef": mixture.balance_weight,
-        "sliding_window": None,
+        "sliding_window": model.sliding_window or None,
     }
 
 
 def _write_qwen(model: Architecture) -> dict[str, Any]:
-    numbers, mixture = _write(model), _mixture_of(model)
+    numbers, mixture = _write_switched(model), _mixture_of(model)
     check_mixture_fields(mixture, "Qwen3", {"experts", "per_token", "intermediate_size", "every", "renormalize"})
     return {
         **numbers,
@@ -122,17 +174,18 @@ def _mixture_of(model: Architecture) -> MixtureSpec:
     return model.mixture
 
 
-LLAMA = ModelType("llama", "LlamaForCausalLM", _read, _write)
+LLAMA = ModelType("llama", "LlamaForCausalLM", partial(_read, window=lambda _: 0), _write)
 MISTRAL = ModelType(
     "mistral",
     "MistralForCausalLM",
-    partial(_read, window=True),
+    partial(_read, window=_window),
+    _write_mistral,
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
 )
 MIXTRAL = ModelType(
     "mixtral",
     "MixtralForCausalLM",
-    partial(_read, window=True, mixture=_mixtral),
+    partial(_read, window=_window, mixture=_mixtral),
     _write_mixtral,
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     experts=ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
@@ -140,28 +193,34 @@ MIXTRAL = ModelType(
 QWEN2 = ModelType(
     "qwen2",
     "Qwen2ForCausalLM",
-    partial(_read, attention_biases=True),
-    _write,
+    partial(_read, window=_window_of_later_layers, attention_biases=True),
+    _write_switched,
     defaults={"num_key_value_heads": 32, "sliding_window": 4096},
 )
 QWEN2_MOE = ModelType(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
-    partial(_read, attention_biases=True, shared_gate=True, mixture=partial(_qwen, shared=True)),
+    partial(
+        _read,
+        window=_window_of_every_other_layer,
+        attention_biases=True,
+        shared_gate=True,
+        mixture=partial(_qwen, shared=True),
+    ),
     defaults={"num_key_value_heads": 16, "sliding_window": 4096, "shared_expert_intermediate_size": 5632},
     built=False,
 )
 QWEN3 = ModelType(
     "qwen3",
     "Qwen3ForCausalLM",
-    partial(_read, query_key_norms=True),
-    _write,
+    partial(_read, window=_window_of_later_layers, query_key_norms=True),
+    _write_switched,
     defaults={"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
 )
 QWEN3_MOE = ModelType(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    partial(_read, query_key_norms=True, mixture=_qwen),
+    partial(_read, window=_switched_window, query_key_norms=True, mixture=_qwen),
     _write_qwen,
     defaults={"num_key_value_heads": 4, "sliding_window": 4096},
     renamed={"num_local_experts": "num_experts"},

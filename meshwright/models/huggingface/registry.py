@@ -34,7 +34,9 @@ def model_type_of(model: Architecture) -> ModelType:
         return DEEPSEEK_V3 if mixture is not None and mixture.router is Router.SIGMOID else DEEPSEEK_V2
     if mixture is not None:
         return QWEN3_MOE if model.query_key_norms else MIXTRAL
-    return QWEN3 if model.query_key_norms else QWEN2 if model.attention_biases else LLAMA
+    if model.query_key_norms or model.attention_biases:
+        return QWEN3 if model.query_key_norms else QWEN2
+    return MISTRAL if model.sliding_window else LLAMA
 
 
 def config_from_architecture(model: Architecture, length: int = 0) -> dict[str, Any]:
@@ -59,5 +61,7 @@ def config_from_architecture(model: Architecture, length: int = 0) -> dict[str, 
         length = scaled_length if scaling.kind is RopeScaling.YARN else max(length, scaled_length)
     # For GPT-2 the length is the size of its position table.
     length_field = {"max_position_embeddings": length} if length and not model.positions else {}
-    names = {"model_type": model_type.name, "architectures": [model_type.model_class]}
-    return {**names, **model_type.write(model), **length_field}
+    names, written = {"model_type": model_type.name, "architectures": [model_type.model_class]}, model_type.write(model)
+    if model.sliding_window and not written.get("sliding_window"):
+        raise ConfigError(f"`model_type` {model_type.name!r}, which has this shape otherwise, has no `slidingWindow`")
+    return {**names, **written, **length_field}

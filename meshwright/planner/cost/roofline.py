@@ -246,7 +246,8 @@ def _attention_core_seconds(shape: LayerShape, gpu: Accelerator, runtime: Framew
         flops = 2.0 * shape.tokens * heads * (key_size + model.value_size) * keys_attended
         half = gpu.peak(shape.precision)
         if shape.causal and shape.context > 1 and not (runtime.balances_context and shape.balanced):
-            flops *= 2.0 * shape.context / (shape.context + 1)
+            busiest = 2.0 * shape.context / (shape.context + 1)
+            flops *= min(busiest, model.sliding_window / keys_attended) if model.sliding_window else busiest
         forward = flops / (half * gpu.sustained * flash_part((key_size + model.value_size) / 2.0, runtime))
         return forward, 2.5 * forward
     scores = shape.tokens * heads * shape.sequence

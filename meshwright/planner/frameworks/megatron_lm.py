@@ -168,6 +168,8 @@ def _model(model: Architecture) -> Iterator[str]:
         yield "--add-qkv-bias"
     if model.query_key_norms or model.latent is not None:  # there it means the norms of the latents
         yield "--qk-layernorm"
+    if model.sliding_window:
+        yield from ("--window-size", f"{model.sliding_window - 1},0")  # keys before a token's own, and after it
     if not model.tie_embeddings:
         yield "--untie-embeddings-and-output-weights"
     if model.positions:

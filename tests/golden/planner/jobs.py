@@ -307,10 +307,15 @@ def _objectives() -> Iterator[tuple[str, Case]]:
         yield f"what if: {model}", Case(job(model, **changes), cluster, ("--what-if",))
 
 
+_NOT_BUILT = (
+    '{"model_type": "qwen2_moe", "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, '
+    '"intermediate_size": 5632, "moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4, '
+    '"vocab_size": 151936}'
+)
 _REFUSED: Mapping[str, dict[str, Any]] = {
     "no replicas": {"replicas": 0},
     "unknown preset": {"model": {"preset": "llama-9"}},
-    "preset that is not built": {"model": {"preset": "mistral-7b"}},
+    "configuration that is not built": {"model": {"preset": None, "huggingFace": _NOT_BUILT}},
     "unknown field": {"paralelism": {}},
     "no model": {"model": None},
     "half a model": {"model": {"preset": None, "layers": 4}},

@@ -25,7 +25,7 @@ SAMPLE = (
     "parallelism CP 4 TP 2",
     "placed workers of 1: h100 racks",
     "preset gpt2-large 0: t4",
-    "refused preset that is not built",
+    "refused configuration that is not built",
     "refused workers of 16",
 )
 """Long cases that take little time."""

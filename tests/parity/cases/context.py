@@ -23,6 +23,9 @@ _UNEVEN_PAIRS: dict[str, Any] = {"length": 22}
 """Of 11 pairs of tokens: sequence parallelism over 2 ranks splits what a rank holds."""
 _MIXED: dict[str, Any] = {"context": 4, "method": ContextMethod.RING_ULYSSES, "ulysses": 2}
 
+_WINDOW: dict[str, Any] = {"sliding_window": 5}
+"""Of a row of 16 tokens or more: it ends within a rank's part, and within that of the rank before."""
+
 _EVERY_DIMENSION: list[dict[str, Any]] = [
     {"tensor": 2, "data": 2, "zero": 3},
     {"tensor": 2, "pipeline": 2},
@@ -64,6 +67,22 @@ CASES += [
         (_MIXED, {}, False),
         ({"context": 2, "tensor": 2, "data": 2, "zero": 3}, _UNEVEN_PAIRS, False),
     ]
+]
+CASES += [
+    Case(f"{_NAMES[method]} x sliding window", {"context": ranks, "method": method}, _WINDOW | common, smoke=smoke)
+    for method in _NAMES
+    for ranks, common, smoke in ((2, {}, True), (4, _PACKED | _UNEVEN, False))
+]
+CASES += [
+    Case("sliding window", layout, _WINDOW | common, smoke=smoke)
+    for layout, common, smoke in (
+        ({"tensor": 2, "data": 2, "zero": 3}, {}, False),
+        ({"pipeline": 2, "parallelism": {"rematerialize": True}}, LATENT, False),
+        ({"data": 2}, {"training": {"attention_dropout": 0.2}}, True),
+        ({"data": 2, **_VARLEN}, _PACKED, True),
+        (_MIXED, _PACKED | {"length": 32}, False),
+        ({"context": 2, "method": ContextMethod.RING_ZIG_ZAG, **_VARLEN}, _PACKED | _UNEVEN, False),
+    )
 ]
 CASES += [
     Case(

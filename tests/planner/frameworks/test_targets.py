@@ -95,6 +95,7 @@ def test_configurations_are_files() -> None:
     ("name", "model", "parallelism", "message"),
     [
         ("deepspeed", "llama-2-7b", {"pipeline": 2, "tensor": 1, "zeroStage": 3}, "incompatible with its pipeline"),
+        ("nanotron", "mistral-7b", {}, "`model.slidingWindow` has no key"),
         ("nanotron", "llama-3.1-8b", {}, "rescaled rotary positions are not written"),
         ("nanotron", "llama-2-7b", {"zeroStage": 3}, "`parallelism.zeroStage` 2 and 3 have no counterpart"),
         ("torchtitan", "llama-2-7b", {}, "`llama-2-7b` has no configuration in torchtitan: use one of"),

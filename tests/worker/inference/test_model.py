@@ -32,7 +32,11 @@ def test_a_full_memory_is_read_again_from_its_half() -> None:
 
 
 @pytest.mark.parametrize("cut", [[12], [1] * 12, [5, 1, 6]])
-@pytest.mark.parametrize("model", [MODEL, *FAMILIES_BUILT], ids=["llama", "gpt", "qwen", "latent"])
+@pytest.mark.parametrize(
+    "model",
+    [MODEL, *FAMILIES_BUILT, MODEL.model_copy(update={"sliding_window": 3})],
+    ids=["llama", "gpt", "qwen", "latent", "sliding window"],
+)
 def test_cached_logits_are_those_of_the_full_text(model: Architecture, cut: list[int]) -> None:
     tokens = torch.randint(0, model.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
     whole = built(model)(tokens)

@@ -12,7 +12,7 @@ from meshwright.api.parallelism import ContextMethod
 from meshwright.sequence_sharding import SequenceSharding, TokenSlice, size
 from meshwright_worker.data.batch import Batch, TokenMetadata
 from meshwright_worker.models.attention import AttentionCore
-from meshwright_worker.parallel.context.attention_blocks import AttentionBlock, blocks_of
+from meshwright_worker.parallel.context.attention_blocks import AttentionBlock, Shape, blocks_of
 from meshwright_worker.parallel.context.attention_kernels import attend, attend_backward
 from meshwright_worker.parallel.context.context_parallel import AllGatherAttentionCore, context_slice
 
@@ -67,16 +67,17 @@ def covered(blocks: list[AttentionBlock], rows: int, queries: int, keys: int) ->
     """How often each score is computed, [rows, queries, keys]."""
     seen = np.zeros((rows, queries, keys), dtype=int)
     for block in blocks:
-        count = block.queries.stop - block.queries.start
-        shape = (count, block.keys.stop - block.keys.start)
-        seen[block.rows, block.queries, block.keys] += np.tril(np.ones(shape, int)) if block.causal else 1
+        full = np.ones((block.queries.stop - block.queries.start, block.keys.stop - block.keys.start), int)
+        part = full if block.shape is Shape.FULL else (np.tril if block.shape is Shape.LOWER else np.triu)(full)
+        assert part.sum() == block.scores
+        seen[block.rows, block.queries, block.keys] += part
     return seen
 
 
-@given(DEALS, st.booleans(), st.booleans(), st.integers(0, 20), st.integers(0, 1000))
-@settings(max_examples=120, deadline=None)
+@given(DEALS, st.booleans(), st.booleans(), st.integers(0, 20), st.integers(0, 40), st.integers(0, 1000))
+@settings(max_examples=200, deadline=None)
 def test_blocks_are_the_scores_that_count_each_once(
-    deal: SequenceSharding, causal: bool, packed: bool, more: int, seed: int
+    deal: SequenceSharding, causal: bool, packed: bool, more: int, window: int, seed: int
 ) -> None:
     length = deal.min_length + more * deal.unit
     draw = np.random.default_rng(seed)
@@ -85,9 +86,12 @@ def test_blocks_are_the_scores_that_count_each_once(
     want = documents[:, :, None] == documents[:, None, :]
     if causal:
         want = want & (index[:, None] >= index[None, :])
+        want = want & (index[:, None] - index[None, :] < (window or length))
     for own in deal.slices(length):
         for other in (*deal.slices(length), (range(length),)):
-            blocks = blocks_of(own, other, causal=causal, documents=documents if packed else None)
+            blocks = blocks_of(
+                own, other, causal=causal, documents=documents if packed else None, window=window if causal else 0
+            )
             at, of = positions_of(own), positions_of(other)
             assert (covered(blocks, 2, len(at), len(of)) == want[:, at][:, :, of]).all()
 
@@ -100,8 +104,8 @@ def test_a_ring_turn_that_no_document_crosses_has_no_block() -> None:
 
 
 @pytest.mark.parametrize("value_size", [8, 4, 12])
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_block_and_its_gradient(causal: bool, value_size: int) -> None:
+@pytest.mark.parametrize("shape", Shape)
+def test_a_block_and_its_gradient(shape: Shape, value_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = ((4, 8), (2, 8), (2, value_size))
     query, key, value = (
@@ -109,15 +113,47 @@ def test_a_block_and_its_gradient(causal: bool, value_size: int) -> None:
         for heads, width in sizes
     )
     scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
-    if causal:
-        scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), float("-inf"))
+    ones = torch.ones(5, 5, dtype=torch.bool)
+    hidden = {Shape.LOWER: ones.triu(1), Shape.UPPER: ones.tril(-1), Shape.FULL: ~ones}[shape]
+    scores = scores.masked_fill(hidden, float("-inf"))
     want = scores.softmax(-1) @ value.repeat_interleave(2, 1)
     gradient = torch.randn(want.shape, generator=generator, dtype=torch.float64)
-    mixed, denominator = attend(query, key, value, causal=causal, scale=0.3)
-    parts = attend_backward(gradient, query, key, value, mixed, denominator, causal=causal, scale=0.3)
+    mixed, denominator = attend(query, key, value, shape=shape, scale=0.3)
+    parts = attend_backward(gradient, query, key, value, mixed, denominator, shape=shape, scale=0.3)
     torch.testing.assert_close(mixed, want)
     torch.testing.assert_close(denominator, scores.logsumexp(-1))
     for got, expected in zip(parts, torch.autograd.grad(want, (query, key, value), gradient), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 19])
+@pytest.mark.parametrize("packing", ["none", "blocks", "varlen"])
+def test_a_sliding_window_of_one_rank_equals_a_mask(packing: str, window: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(3, 20, heads, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    documents = (torch.rand(3, 20, generator=generator) < 0.1).cumsum(1) if packing != "none" else None
+    core = AttentionCore(window=window)
+    masked = core(query, key, value, TokenMetadata(documents=documents))
+    index = torch.arange(20)
+    seen = (index.unsqueeze(1) >= index) & (index.unsqueeze(1) - index < window)
+    if documents is not None:
+        seen = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+    scores = query.transpose(1, 2) @ key.transpose(1, 2).repeat_interleave(2, 1).mT * 8**-0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    want = (weights @ value.transpose(1, 2).repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(masked, want)
+    blocks = AllGatherAttentionCore(SequenceSharding(), None, core, varlen=packing == "varlen")(
+        query, key, value, TokenMetadata(documents=documents, row_documents=documents)
+    )
+    torch.testing.assert_close(blocks, want)
+    for got, expected in zip(
+        torch.autograd.grad(blocks.square().sum(), (query, key, value)),
+        torch.autograd.grad(want.square().sum(), (query, key, value)),
+        strict=True,
+    ):
         torch.testing.assert_close(got, expected)
 
 

@@ -19,7 +19,7 @@ from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.memory.activation_checkpointing import selective_checkpoint
 from meshwright_worker.models.attention import AttentionCore
 from meshwright_worker.parallel.context import online_softmax, varlen_attention, varlen_kernels
-from meshwright_worker.parallel.context.attention_blocks import blocks_of
+from meshwright_worker.parallel.context.attention_blocks import Shape, blocks_of
 from meshwright_worker.parallel.context.context_parallel import AllGatherAttentionCore
 from meshwright_worker.parallel.context.varlen_kernels import KernelFacts, VarlenCall, has_varlen_kernel
 from meshwright_worker.parallel.context.varlen_segments import VarlenBlocks, varlen_blocks
@@ -51,10 +51,10 @@ def pairs(calls: list[VarlenBlocks], queries: int, keys: int) -> np.ndarray:
     return seen
 
 
-@given(DEALS, st.booleans(), st.integers(0, 20), st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
+@given(DEALS, st.booleans(), st.integers(0, 20), st.integers(0, 30), st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
 def test_a_call_computes_the_scores_that_count_each_once(
-    deal: SequenceSharding, causal: bool, more: int, seed: int
+    deal: SequenceSharding, causal: bool, more: int, window: int, seed: int
 ) -> None:
     length = deal.min_length + more * deal.unit
     draw = np.random.default_rng(seed)
@@ -63,11 +63,12 @@ def test_a_call_computes_the_scores_that_count_each_once(
     want = documents[:, :, None] == documents[:, None, :]
     if causal:
         want = want & (index[:, None] >= index[None, :])
+        want = want & (index[:, None] - index[None, :] < (window or length))
     for own in deal.slices(length):
         for other in (*deal.slices(length), (range(length),)):
-            blocks = blocks_of(own, other, causal=causal, documents=documents)
+            blocks = blocks_of(own, other, causal=causal, documents=documents, window=window if causal else 0)
             calls = varlen_blocks(blocks, size(own), size(other))
-            assert len(calls) <= 1, "a turn needs one launch"
+            assert len(calls) <= (5 if causal and window else 1), "a turn needs one launch"
             at, of = positions_of(own), positions_of(other)
             seen = pairs(calls, 2 * len(at), 2 * len(of))
             for row in range(2):
@@ -75,7 +76,7 @@ def test_a_call_computes_the_scores_that_count_each_once(
                 assert (part == want[row][at][:, of]).all()
             assert seen.sum() == want[:, at][:, :, of].sum() == sum(call.scores for call in calls)
             for call in calls:
-                queries = [query for segment in call.segments for query in segment.queries]
+                queries = [query for segment in call.segments for query in sorted(segment.queries)]
                 assert queries == sorted(set(queries))
 
 
@@ -137,10 +138,10 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counted: list[int] = []
     attend = online_softmax.attend
 
-    def counting(query: torch.Tensor, key: torch.Tensor, *rest: Any, causal: bool, scale: float) -> Any:
+    def counting(query: torch.Tensor, key: torch.Tensor, *rest: Any, shape: Shape, scale: float) -> Any:
         rows, queries, keys = query.shape[0], query.shape[2], key.shape[2]
-        counted.append(rows * (queries * (queries + 1) // 2 if causal else queries * keys))
-        return attend(query, key, *rest, causal=causal, scale=scale)
+        counted.append(rows * (queries * keys if shape is Shape.FULL else queries * (queries + 1) // 2))
+        return attend(query, key, *rest, shape=shape, scale=scale)
 
     monkeypatch.setattr(online_softmax, "attend", counting)
     return counted

@@ -42,8 +42,8 @@ class KVCacheAttention(AttentionCore):
     A rank of a tensor group caches its own heads, a stage of a pipeline its own layers.
     """
 
-    def __init__(self, capacity: int, *, scale: float | None = None) -> None:
-        super().__init__(scale=scale)
+    def __init__(self, capacity: int, *, scale: float | None = None, window: int = 0) -> None:
+        super().__init__(scale=scale, window=window)
         self._capacity = capacity
         self._length = 0
         self._keys: torch.Tensor | None = None
@@ -70,6 +70,8 @@ class KVCacheAttention(AttentionCore):
         keys[:, cached_length:length], values[:, cached_length:length] = key, value
         self._length = length
         mask = torch.ones(length - cached_length, length, dtype=torch.bool, device=query.device).tril(cached_length)
+        if window := self.window_in(length):
+            mask = mask.triu(cached_length + 1 - window)
         attended = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             keys[:, :length].transpose(1, 2),
@@ -94,7 +96,7 @@ def install_kv_caches(stage: nn.Module, capacity: int) -> list[KVCacheAttention]
     for module in list(stage.modules()):
         core = getattr(module, "core", None)
         if isinstance(core, AttentionCore):
-            cache = KVCacheAttention(capacity, scale=core.scale)
+            cache = KVCacheAttention(capacity, scale=core.scale, window=core.window)
             module.core = cache
             caches.append(cache)
     return caches

@@ -21,12 +21,14 @@ class AttentionCore(nn.Module):
     Args:
         causal: whether a token attends only to those up to itself.
         scale: factor of the scores; None for one over the root of the head size.
+        window: the largest number of keys that a token attends to, its own among them; 0 for all.
     """
 
-    def __init__(self, *, causal: bool = True, scale: float | None = None) -> None:
+    def __init__(self, *, causal: bool = True, scale: float | None = None, window: int = 0) -> None:
         super().__init__()
         self.causal = causal
         self.scale = scale
+        self.window = window
         self.pads_values = False
         """Whether values are padded to the size of keys, see `needs_equal_head_sizes`."""
 
@@ -47,10 +49,7 @@ class AttentionCore(nn.Module):
         Returns:
             [batch, length, heads, value's head size].
         """
-        mask = None
-        if token_metadata.documents is not None:
-            mask = (token_metadata.documents.unsqueeze(2) == token_metadata.documents.unsqueeze(1)).unsqueeze(1)
-            mask = mask.tril() if self.causal else mask
+        mask = self._visible(query, token_metadata)
         size = value.shape[-1]
         if self.pads_values and size < key.shape[-1]:
             value = F.pad(value, (0, key.shape[-1] - size))
@@ -64,6 +63,20 @@ class AttentionCore(nn.Module):
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return attended[..., :size].transpose(1, 2)
+
+    def window_in(self, length: int) -> int:
+        """Return the window if it hides keys of a row of `length` tokens, else 0."""
+        return self.window if self.window < length else 0
+
+    def _visible(self, query: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor | None:
+        """Return which keys a query attends to, as [batch or 1, 1, length, length]; None if causality alone decides."""
+        mask = None
+        if token_metadata.documents is not None:
+            mask = (token_metadata.documents.unsqueeze(2) == token_metadata.documents.unsqueeze(1)).unsqueeze(1)
+        if window := self.window_in(query.shape[1]):
+            recent = query.new_ones(1, 1, query.shape[1], query.shape[1], dtype=torch.bool).triu(1 - window)
+            mask = recent if mask is None else mask & recent
+        return mask.tril() if mask is not None and self.causal else mask
 
 
 def needs_equal_head_sizes(device: torch.device, *, deterministic: bool) -> bool:
@@ -98,7 +111,7 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(model.head_size, model.norm_epsilon) if model.query_key_norms else None
         self.key_norm = RMSNorm(model.head_size, model.norm_epsilon) if model.query_key_norms else None
         self.rotary = rotary
-        self.core = AttentionCore(scale=model.score_scale)
+        self.core = AttentionCore(scale=model.score_scale, window=model.sliding_window)
         self.products = multiply_separately
 
     def forward(self, x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
@@ -140,7 +153,7 @@ class LatentAttention(nn.Module):
         self.kv = Linear(latent.kv_rank, model.heads * (model.head_size + model.value_size))
         self.output = Linear(model.heads * model.value_size, model.hidden_size)
         self.rotary = rotary
-        self.core = AttentionCore(scale=model.score_scale)
+        self.core = AttentionCore(scale=model.score_scale, window=model.sliding_window)
         self.products = multiply_separately
 
     def forward(self, x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:

@@ -73,11 +73,11 @@ class DropoutAttention(AttentionCore):
         rate: probability that a query does not attend to a key.
         salt: a key of the run and of the layer.
         first_head: index of this rank's first head in the layer.
-        scale: see `AttentionCore`.
+        scale, window: see `AttentionCore`.
     """
 
-    def __init__(self, rate: float, salt: int, first_head: int, scale: float | None = None) -> None:
-        super().__init__(scale=scale)
+    def __init__(self, rate: float, salt: int, first_head: int, *, scale: float | None = None, window: int = 0) -> None:
+        super().__init__(scale=scale, window=window)
         self._rate = rate
         self._salt = salt
         self._first_head = first_head
@@ -91,11 +91,9 @@ class DropoutAttention(AttentionCore):
         groups = query.shape[2] // stream_key.shape[2]
         queries, keys, values = query.transpose(1, 2), stream_key.transpose(1, 2), value.transpose(1, 2)
         keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
-        visible = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=query.device).tril()
-        if token_metadata.documents is not None:
-            visible = visible & (
-                token_metadata.documents.unsqueeze(2) == token_metadata.documents.unsqueeze(1)
-            ).unsqueeze(1)
+        visible = self._visible(query, token_metadata)
+        if visible is None:
+            visible = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=query.device).tril()
         scores = queries @ keys.mT * (self.scale or query.shape[-1] ** -0.5)
         probabilities = F.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
         attended: torch.Tensor = (probabilities * self._keep_mask(scores, token_metadata)) @ values
@@ -136,8 +134,11 @@ def apply_dropout(stage: DecoderStage, heads: int, training: TrainingSpec, part:
         if training.attention_dropout:
             salt, first = stream_key(seed, "dropout", number, "scores"), heads // part.ranks * part.rank
             attention = block.get_submodule("attention")
-            scale = attention.core.scale if isinstance(attention.core, AttentionCore) else None
-            attention.core = DropoutAttention(training.attention_dropout, salt, first, scale)
+            core = attention.core
+            assert isinstance(core, AttentionCore)
+            attention.core = DropoutAttention(
+                training.attention_dropout, salt, first, scale=core.scale, window=core.window
+            )
 
 
 def _token_indices(token_metadata: TokenMetadata) -> torch.Tensor:

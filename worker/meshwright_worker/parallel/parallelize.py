@@ -106,7 +106,7 @@ def _build_stage(
         stage = DecoderStage(model, compute_dtype(precision), index, stages, layer_indices).to(stored_dtype(run))
     if run.training.lora is not None:
         apply_lora(stage, run.training.lora)
-    if run.context > 1 or run.packs_documents:
+    if run.context > 1 or run.packs_documents or run.uses_sliding_window:
         varlen = bool(run.training.varlen_attention)
         install_context_attention(stage, SequenceSharding.of(run), context_groups, varlen=varlen)
     apply_expert_parallel(stage, mesh, run.parallelism, nodes)

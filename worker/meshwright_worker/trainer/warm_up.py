@@ -40,6 +40,8 @@ def warm_up(run: NativeRun, mesh: Mesh) -> None:
 def warm_up_kernels(run: NativeRun, device: torch.device) -> None:
     """Run forward and backward pass of one narrow layer, with the heads and number formats of the run's model."""
     model = narrow(run.architecture)
+    if run.uses_sliding_window:
+        model = model.model_copy(update={"sliding_window": _POSITIONS // 2})
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
         stage = DecoderStage(model, compute_dtype(run.training.precision)).to(stored_dtype(run))
@@ -48,9 +50,10 @@ def warm_up_kernels(run: NativeRun, device: torch.device) -> None:
         length = min(_POSITIONS, model.positions or _POSITIONS)
         tokens = torch.randint(0, model.vocab_size, (1, length))
         token_metadata = None
-        if run.packs_documents:
+        if run.packs_documents or run.uses_sliding_window:
             varlen = bool(run.training.varlen_attention)
             install_context_attention(stage, SequenceSharding(), ContextGroups(None, None), varlen=varlen)
+        if run.packs_documents:
             token_metadata = _packed(length, device)
         stage(tokens, tokens, token_metadata).backward()
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from meshwright_worker.dtypes import upcast
+from meshwright_worker.parallel.context.attention_blocks import Shape
 
 _aten = torch.ops.aten
 CUDA_HEAD_MULTIPLE = 8
@@ -24,7 +25,7 @@ _READ_BYTES = 16
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, shape: Shape, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax attention of one block.
 
@@ -32,12 +33,16 @@ def attend(
         query: [batch, heads, queries, head size].
         key: [batch, key and value heads, keys, head size].
         value: [batch, key and value heads, keys, value size].
-        causal: whether query i attends to keys 0 to i; there are then as many keys as queries.
+        shape: which scores are used.
         scale: factor of the scores.
 
     Returns:
         The output [batch, heads, queries, value size] and the lse [batch, heads, queries], both in at least fp32.
     """
+    if shape is Shape.UPPER:
+        attended, lse = attend(_reverse(query), _reverse(key), _reverse(value), shape=Shape.LOWER, scale=scale)
+        return _reverse(attended), lse.flip(-1)
+    causal = shape is Shape.LOWER
     size = value.shape[-1]
     key, value = _repeat_kv_heads(key, query), _repeat_kv_heads(value, query)
     if _needs_fallback(query, value):
@@ -58,7 +63,7 @@ def attend_backward(
     attended: torch.Tensor,
     lse: torch.Tensor,
     *,
-    causal: bool,
+    shape: Shape,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of a block's query, key and value, with the same shapes and formats.
@@ -66,6 +71,11 @@ def attend_backward(
     `gradient`, `attended` and `lse` belong to the full softmax of these queries: the first two in the query's format,
     `lse` as `attend` returns it.
     """
+    if shape is Shape.UPPER:
+        gradient, query, key, value, attended = map(_reverse, (gradient, query, key, value, attended))
+        parts = attend_backward(gradient, query, key, value, attended, lse.flip(-1), shape=Shape.LOWER, scale=scale)
+        return _reverse(parts[0]), _reverse(parts[1]), _reverse(parts[2])
+    causal = shape is Shape.LOWER
     heads, size, head_size = key.shape[1], value.shape[-1], query.shape[-1]
     key, value = _repeat_kv_heads(key, query), _repeat_kv_heads(value, query)
     if _needs_fallback(query, value):
@@ -78,6 +88,13 @@ def attend_backward(
         parts = kernel(_BlockBackward(gradient, *padded, attended, lse, causal, scale))
     query_grad, key_grad, value_grad = parts[0][..., :head_size], parts[1][..., :head_size], parts[2][..., :size]
     return query_grad, _sum_over_heads(key_grad, heads), _sum_over_heads(value_grad, heads)
+
+
+def _reverse(x: torch.Tensor) -> torch.Tensor:
+    """Reverse the order of tokens in [batch, heads, tokens, size]: an upper triangle becomes a lower one, for which
+    there are kernels.
+    """
+    return x.flip(2)
 
 
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -53,14 +53,14 @@ def install_context_attention(
 ) -> None:
     """Make every attention layer of a model work over the ranks of the context group.
 
-    A single rank gets attention that skips scores between documents of a row. With `varlen`, all documents of a
-    micro-batch are computed in one call.
+    A single rank gets attention that skips scores between documents of a row, and of keys before a sliding window. With
+    `varlen`, all documents of a micro-batch are computed in one call.
     """
     cores = {name: module for name, module in model.named_modules() if isinstance(module, AttentionCore)}
     # Layers with equal attention share a core, which computes a micro-batch's blocks once for all of them.
-    shared: dict[tuple[bool, float | None], AttentionCore] = {}
+    shared: dict[tuple[bool, float | None, int], AttentionCore] = {}
     for name, core in cores.items():
-        kind = (core.causal, core.scale)
+        kind = (core.causal, core.scale, core.window)
         if kind not in shared:
             shared[kind] = _build_core(deal, groups, core, varlen=varlen)
         parent, _, attribute = name.rpartition(".")
@@ -145,7 +145,7 @@ class AllGatherAttentionCore(_UncompiledCore):
         *,
         varlen: bool = False,
     ) -> None:
-        super().__init__(causal=template.causal, scale=template.scale)
+        super().__init__(causal=template.causal, scale=template.scale, window=template.window)
         self._deal = deal
         self._group = group
         self._varlen = varlen
@@ -160,11 +160,10 @@ class AllGatherAttentionCore(_UncompiledCore):
         slices = self._deal.slices(length)
         if self._group is not None:
             AllGatherPlan(self._group, slices, (), 1.0).prepare(device)
-        elif documents is None:
+        elif documents is None and not self.window_in(length):
             return
-        self._blocks.of(
-            slices[self._group.rank() if self._group else 0], [(range(length),)], token_metadata, causal=self.causal
-        )
+        own = slices[self._group.rank() if self._group else 0]
+        self._blocks.of(self, length, own, [(range(length),)], documents)
         if self._varlen and documents is not None:
             self._blocks.calls(device)
 
@@ -172,19 +171,18 @@ class AllGatherAttentionCore(_UncompiledCore):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
     ) -> torch.Tensor:
         """See `AttentionCore.forward`."""
-        if self._group is None and token_metadata.row_documents is None:
-            return super().forward(query, key, value, token_metadata)
         length = token_metadata.row_length or key.shape[1]
+        if self._group is None and token_metadata.row_documents is None and not self.window_in(length):
+            return super().forward(query, key, value, token_metadata)
         slices = self._deal.slices(length)
         own = slices[self._group.rank() if self._group else 0]
         _check(query, own)
         scale = self.scale or query.shape[-1] ** -0.5
-        (blocks,) = self._blocks.of(own, [(range(length),)], token_metadata, causal=self.causal)
+        (blocks,) = self._blocks.of(self, length, own, [(range(length),)], token_metadata.row_documents)
         if self._varlen and token_metadata.row_documents is not None:
             (calls,) = self._blocks.calls(query.device)
-            if self._group is None:
-                (call,) = calls
-                return varlen_attention(query, key, value, call, scale)
+            if self._group is None and len(calls) == 1:
+                return varlen_attention(query, key, value, calls[0], scale)
             plan = AllGatherPlan(self._group, slices, calls, scale, VARLEN_KERNELS)
             return gathered_attention(query, key, value, plan)
         plan = AllGatherPlan(self._group, slices, blocks, scale)
@@ -198,7 +196,7 @@ class RingAttentionCore(_UncompiledCore):
     def __init__(
         self, deal: SequenceSharding, group: dist.ProcessGroup, template: AttentionCore, *, varlen: bool = False
     ) -> None:
-        super().__init__(causal=template.causal, scale=template.scale)
+        super().__init__(causal=template.causal, scale=template.scale, window=template.window)
         self._deal = deal
         self._group = group
         self._varlen = varlen
@@ -208,20 +206,22 @@ class RingAttentionCore(_UncompiledCore):
         """See `AttentionCore.prepare`."""
         if token_metadata.row_length is None:
             return
-        slices = self._deal.ring(token_metadata.row_length)
-        self._blocks.of(slices[self._group.rank()], slices, token_metadata, causal=self.causal)
-        if self._varlen and token_metadata.row_documents is not None:
+        length, documents = token_metadata.row_length, token_metadata.row_documents
+        slices = self._deal.ring(length)
+        self._blocks.of(self, length, slices[self._group.rank()], slices, documents)
+        if self._varlen and documents is not None:
             self._blocks.calls(device)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
     ) -> torch.Tensor:
         """See `AttentionCore.forward`."""
-        slices = self._deal.ring(_row_length(token_metadata))
+        length = _row_length(token_metadata)
+        slices = self._deal.ring(length)
         own = slices[self._group.rank()]
         _check(query, own)
         lengths, scale = [size(part) for part in slices], self.scale or query.shape[-1] ** -0.5
-        blocks = self._blocks.of(own, slices, token_metadata, causal=self.causal)
+        blocks = self._blocks.of(self, length, own, slices, token_metadata.row_documents)
         if self._varlen and token_metadata.row_documents is not None:
             calls = self._blocks.calls(query.device)
             return ring_attention(query, key, value, RingPlan(self._group, calls, lengths, scale, VARLEN_KERNELS))
@@ -239,7 +239,7 @@ class UlyssesAttentionCore(_UncompiledCore):
     """Wraps another core: it computes the tokens of the entire group for a share of the heads."""
 
     def __init__(self, inner: AttentionCore, deal: SequenceSharding, group: dist.ProcessGroup) -> None:
-        super().__init__(causal=inner.causal, scale=inner.scale)
+        super().__init__(causal=inner.causal, scale=inner.scale, window=inner.window)
         self.inner = inner
         self._deal = deal
         self._group = group
@@ -289,14 +289,22 @@ class _BlockCache:
         self._calls: list[list[VarlenCall]] = []
 
     def of(
-        self, own: TokenSlice, others: Sequence[TokenSlice], token_metadata: TokenMetadata, *, causal: bool
+        self,
+        core: AttentionCore,
+        length: int,
+        own: TokenSlice,
+        others: Sequence[TokenSlice],
+        row_documents: torch.Tensor | None,
     ) -> list[list[AttentionBlock]]:
-        """Return the blocks of this rank's queries against each of `others`."""
+        """Return the blocks of this rank's queries against each of `others`, in rows of `length` tokens."""
         key = (own, tuple(others))
-        if key != self._key or token_metadata.row_documents is not self._documents or not self._blocks:
-            documents = None if token_metadata.row_documents is None else token_metadata.row_documents.numpy()
-            self._blocks = [blocks_of(own, part, causal=causal, documents=documents) for part in others]
-            self._key, self._documents, self._calls = key, token_metadata.row_documents, []
+        if key != self._key or row_documents is not self._documents or not self._blocks:
+            documents = None if row_documents is None else row_documents.numpy()
+            window = core.window_in(length)
+            self._blocks = [
+                blocks_of(own, part, causal=core.causal, documents=documents, window=window) for part in others
+            ]
+            self._key, self._documents, self._calls = key, row_documents, []
         return self._blocks
 
     def calls(self, device: torch.device) -> list[list[VarlenCall]]:

@@ -74,7 +74,7 @@ class OnlineSoftmax:
                 self._query[rows, :, columns],
                 key[rows, :, block.keys],
                 value[rows, :, block.keys],
-                causal=block.causal,
+                shape=block.shape,
                 scale=self._scale,
             )
             before = self._lse[rows, :, columns]
@@ -123,7 +123,7 @@ class AttentionGradients:
                 value[rows, :, block.keys],
                 self._attended[rows, :, columns],
                 self._lse[rows, :, columns].contiguous(),
-                causal=block.causal,
+                shape=block.shape,
                 scale=self._scale,
             )
             self.query_grad[rows, :, columns] += query_part

@@ -77,7 +77,7 @@ class VarlenSoftmax:
             attended, lse = attend_varlen(
                 _take(self._query, call.queries), _take(keys, call.keys), _take(values, call.keys), call, self._scale
             )
-            if self._is_empty and lse.shape == self._lse.shape:
+            if self._is_empty and isinstance(call.queries, slice) and lse.shape == self._lse.shape:
                 # Copied, since sums are merged in place and activation checkpointing may keep those of the kernel.
                 self._attended, self._lse = attended, lse.clone()
             else:

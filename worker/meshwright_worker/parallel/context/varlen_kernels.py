@@ -208,9 +208,9 @@ def _one_row(x: torch.Tensor) -> torch.Tensor:
 
 
 def _places(ranges: Sequence[range], device: torch.device) -> Places:
-    if all(before.stop == after.start for before, after in pairwise(ranges)):
+    if ranges[0].step > 0 and all(before.stop == after.start for before, after in pairwise(ranges)):
         return slice(ranges[0].start, ranges[-1].stop)
-    return _to_device(np.concatenate([np.arange(part.start, part.stop) for part in ranges]), device)
+    return _to_device(np.concatenate([np.arange(part.start, part.stop, part.step) for part in ranges]), device)
 
 
 def _ends(ranges: Sequence[range], device: torch.device) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright_worker.parallel.context.attention_blocks import AttentionBlock
+from meshwright_worker.parallel.context.attention_blocks import AttentionBlock, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Segment:
 
     queries: range
     keys: range
+    """Both backward if tokens are in reverse order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class VarlenBlocks:
     """The segments of one call. No query is in two of them; keys may be."""
 
     segments: tuple[Segment, ...]
-    """In the order of their queries."""
+    """In the order of their queries, also if the tokens of each are in reverse order."""
     causal: bool
     """Whether the last query of a segment attends to all its keys, the one before to all but the last, and so on; a
     segment has then at least as many keys as queries.
@@ -45,9 +46,9 @@ class VarlenBlocks:
             keys = slice(first_key, first_key + len(segment.keys))
             diagonal = keys.stop - len(segment.queries) if self.causal else keys.stop
             if diagonal > keys.start:
-                yield AttentionBlock(_ONLY_ROW, queries, slice(keys.start, diagonal), causal=False)
+                yield AttentionBlock(_ONLY_ROW, queries, slice(keys.start, diagonal), Shape.FULL)
             if self.causal:
-                yield AttentionBlock(_ONLY_ROW, queries, slice(diagonal, keys.stop), causal=True)
+                yield AttentionBlock(_ONLY_ROW, queries, slice(diagonal, keys.stop), Shape.LOWER)
             first_query, first_key = queries.stop, keys.stop
 
 
@@ -57,27 +58,45 @@ _ONLY_ROW = slice(0, 1)
 def varlen_blocks(blocks: Sequence[AttentionBlock], queries: int, keys: int) -> list[VarlenBlocks]:
     """Return the calls that compute the blocks of rows with `queries` and `keys` tokens here: causal ones first.
 
-    A triangle and the rectangle just before it make one segment.
+    A lower triangle and the rectangle just before it make one segment. So do an upper triangle and the rectangle just
+    after it: with tokens in reverse order they are the same.
     """
-    triangles: list[Segment] = []
-    rectangles: dict[tuple[int, int, int], Segment] = {}
+    lower: list[Segment] = []
+    upper: list[Segment] = []
+    rectangles: list[Segment] = []
+    found = {Shape.LOWER: lower, Shape.UPPER: upper, Shape.FULL: rectangles}
     for block in blocks:
         for row in range(block.rows.start, block.rows.stop):
             segment = Segment(_of_row(block.queries, row * queries), _of_row(block.keys, row * keys))
-            if block.causal:
-                triangles.append(segment)
-            else:
-                rectangles[segment.queries.start, segment.queries.stop, segment.keys.stop] = segment
-    joined = []
-    for triangle in triangles:
-        before = rectangles.pop((triangle.queries.start, triangle.queries.stop, triangle.keys.start), triangle)
-        joined.append(Segment(triangle.queries, range(before.keys.start, triangle.keys.stop)))
-    kinds = ((joined, True), (list(rectangles.values()), False))
-    return [
-        VarlenBlocks(tuple(sorted(segments, key=lambda s: s.queries.start)), causal)
-        for segments, causal in kinds
-        if segments
-    ]
+            found[block.shape].append(segment)
+    by_end = {(part.queries, part.keys.stop): part for part in rectangles}
+    lower = [_join(triangle, by_end.pop((triangle.queries, triangle.keys.start), None)) for triangle in lower]
+    by_start = {(part.queries, part.keys.start): part for part in by_end.values()}
+    upper = [_join(triangle, by_start.pop((triangle.queries, triangle.keys.stop), None)) for triangle in upper]
+    reverse = [Segment(part.queries[::-1], part.keys[::-1]) for part in upper]
+    kinds = ((lower, True), (reverse, True), (list(by_start.values()), False))
+    return [VarlenBlocks(call, causal) for segments, causal in kinds for call in _calls(segments)]
+
+
+def _join(triangle: Segment, beside: Segment | None) -> Segment:
+    """A triangle with the rectangle of keys beside it, if there is one."""
+    if beside is None:
+        return triangle
+    keys = range(min(triangle.keys.start, beside.keys.start), max(triangle.keys.stop, beside.keys.stop))
+    return Segment(triangle.queries, keys)
+
+
+def _calls(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
+    """Divide segments into as few calls as possible such that no query is in two segments of a call."""
+    calls: list[list[Segment]] = []
+    for segment in sorted(segments, key=lambda s: min(s.queries)):
+        free = (call for call in calls if max(call[-1].queries) < min(segment.queries))
+        call = next(free, None)
+        if call is None:
+            calls.append([segment])
+        else:
+            call.append(segment)
+    return [tuple(call) for call in calls]
 
 
 def _of_row(part: slice, first: int) -> range:
