@@ -26,6 +26,7 @@ from tests.pretrained.published import (
     GPT2,
     LLAMA,
     MIXTRAL,
+    PHI3,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
@@ -37,6 +38,7 @@ from tests.tiers import mostly_long
 EVERY = ["Query", "Key", "Value", "Output", "Gate", "Up", "Down"]
 Q, V, Q_B = "self_attn.q_proj", "self_attn.v_proj", "self_attn.q_b_proj"
 GPT2_ALL = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+PHI3_ALL = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 # Family and targets -> the ends of the adapted modules' paths in the first layer, and what PEFT matches them by.
 FAMILIES: dict[str, tuple[dict[str, Any], list[str], list[str], list[str]]] = {
     "llama": (LLAMA, ["Query", "Value", "Down"], [Q, V, "mlp.down_proj"], ["down_proj", "q_proj", "v_proj"]),
@@ -45,6 +47,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str], list[str], list[str]]] = {
     "gpt2": (GPT2, ["Query", "Value"], ["attn.c_attn"], ["c_attn"]),
     "gpt2, all": (GPT2, EVERY, GPT2_ALL, ["c_attn", "c_fc", "c_proj"]),
     "gpt2, output": (GPT2, ["Output"], ["attn.c_proj"], ["attn.c_proj"]),
+    "phi3": (PHI3, ["Query", "Value", "Up"], PHI3_ALL[::2], ["gate_up_proj", "qkv_proj"]),
+    "phi3, all": (PHI3, EVERY, PHI3_ALL, ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]),
     "mixtral": (MIXTRAL, EVERY, [f"self_attn.{n}_proj" for n in "kqvo"], ["k_proj", "o_proj", "q_proj", "v_proj"]),
     "qwen3-moe": (QWEN3_MOE, ["Query", "Key"], [Q, "self_attn.k_proj"], ["k_proj", "q_proj"]),
     "deepseek": (DEEPSEEK, ["Query", "Output"], [Q_B, "self_attn.o_proj"], ["o_proj", "q_b_proj"]),
@@ -93,7 +97,7 @@ def merged(checkpoints: Path, output: Path) -> dict[str, torch.Tensor]:
     return tensors_of(output / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", mostly_long(FAMILIES, lambda name: name in ("llama", "gpt2, all")))
+@pytest.mark.parametrize("name", mostly_long(FAMILIES, lambda name: name in ("llama", "gpt2, all", "phi3, all")))
 def test_the_adapter_merged_by_hand_is_the_merged_export(pool: RankPool, tmp_path: Path, text: Path, name: str) -> None:
     config, targets, ends, matched = FAMILIES[name]
     checkpoints = trained(pool, tmp_path, text, config, targets, {"tensor": 2})

@@ -24,12 +24,13 @@ from tests.distributed.test_adapter_export import EVERY, exported, trained
 from tests.distributed.test_base_weights import refused
 from tests.distributed.test_pretrained import published_run
 from tests.pretrained.peft_files import ALPHA, LLAMA_ENDS, RANK, merged_by_hand, random_adapter, write_adapter
-from tests.pretrained.published import DEEPSEEK_V2, GPT2, LLAMA, MIXTRAL, random_weights, write_model
+from tests.pretrained.published import DEEPSEEK_V2, GPT2, LLAMA, MIXTRAL, PHI3, random_weights, write_model
 from tests.tiers import mostly_long
 
 # A rate of next to nothing: after the steps, the parameters are those that were read.
 STILL = {"learning_rate": 1e-30, "weight_decay": 0.0}
 GPT2_ENDS = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+PHI3_ENDS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 ALL, ATTENTION = list(LLAMA_ENDS.values()), list(LLAMA_ENDS.values())[:4]
 # Family, targets, ends of the paths of their modules, and a layout.
 CASES: dict[str, tuple[dict[str, Any], list[str], list[str], dict[str, Any]]] = {
@@ -37,6 +38,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str], dict[str, Any]]] = 
     "llama, ZeRO-3": (LLAMA, EVERY, ALL, {"data": 2, "zero": 3}),
     "gpt2": (GPT2, EVERY, GPT2_ENDS, {"tensor": 2}),
     "gpt2, ZeRO-3": (GPT2, EVERY, GPT2_ENDS, {"tensor": 2, "data": 2, "zero": 3}),
+    "phi3": (PHI3, EVERY, PHI3_ENDS, {"tensor": 2}),
+    "phi3, ZeRO-3": (PHI3, EVERY, PHI3_ENDS, {"tensor": 2, "data": 2, "zero": 3}),
     "mixtral": (MIXTRAL, EVERY[:4], ATTENTION, {"tensor": 2, "data": 2, "expert": 2}),
     "deepseek-v2": (DEEPSEEK_V2, ["Query", "Output"], ["q_b_proj", "o_proj"], {"data": 2, "zero": 3}),
 }  # fmt: skip
@@ -56,7 +59,7 @@ def first_loss(pool: RankPool, run: NativeRun, text: Path, checkpoints: Path | N
     return loss
 
 
-@pytest.mark.parametrize("name", mostly_long(CASES, lambda name: name in ("llama", "gpt2", "deepseek-v2")))
+@pytest.mark.parametrize("name", mostly_long(CASES, lambda name: name in ("llama", "gpt2", "phi3", "deepseek-v2")))
 def test_a_run_continues_an_adapter_in_any_layout(pool: RankPool, tmp_path: Path, text: Path, name: str) -> None:
     """Its first loss is that of the model into which the adapter is merged by hand, and its export has the tensors."""
     config, targets, ends, layout = CASES[name]
@@ -70,7 +73,7 @@ def test_a_run_continues_an_adapter_in_any_layout(pool: RankPool, tmp_path: Path
     if name == "llama":
         assert loss != pytest.approx(first_loss(pool, published_run(config, model, {}, steps=2), text), rel=1e-3)
     _, written = exported(tmp_path / "checkpoints", tmp_path / "again")
-    if config is not GPT2:
+    if config not in (GPT2, PHI3):
         assert written.keys() == tensors.keys()
         assert all(torch.equal(written[key], tensor) for key, tensor in tensors.items())
     # What Meshwright has written is read in one process, and written again byte by byte.
@@ -120,12 +123,13 @@ def test_an_adapter_does_not_begin_over_other_weights_than_its_own(
             (LLAMA, EVERY, ALL, {}),
             (LLAMA, ["Query", "Value"], ["q_proj", "v_proj"], {"use_rslora": True}),
             (GPT2, EVERY, ["c_attn", "c_proj", "c_fc"], {}),
+            (PHI3, EVERY, PHI3_ENDS, {}),
             (MIXTRAL, EVERY[:4], ATTENTION, {}),
             (DEEPSEEK_V2, ["Query", "Output"], ["q_b_proj", "o_proj"], {}),
         ],
         lambda case: case[0] is LLAMA and not case[3],
     ),
-    ids=["llama", "llama, rsLoRA", "gpt2", "mixtral", "deepseek-v2"],
+    ids=["llama", "llama, rsLoRA", "gpt2", "phi3", "mixtral", "deepseek-v2"],
 )
 def test_peft_computes_the_same(
     pool: RankPool,

@@ -12,6 +12,7 @@ import torch
 from meshwright.models.huggingface.reader import architecture_from_config
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader, find_checkpoint
+from meshwright_worker.checkpoint.provenance import provenance_of
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.pretrained.hf_export import export
@@ -22,9 +23,21 @@ from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import train_fully, whole_of
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
-from tests.pretrained.published import DEEPSEEK, DEEPSEEK_V3, GPT2, LLAMA, MIXTRAL, QWEN2, random_weights, write_model
+from tests.pretrained.published import (
+    DEEPSEEK,
+    DEEPSEEK_V3,
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    PHI3,
+    QWEN2,
+    random_weights,
+    write_model,
+)
 from tests.tiers import mostly_long
 
+V03 = {**MISTRAL, "sliding_window": None}
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["Query", "Value", "Down"]}
 
 
@@ -51,11 +64,12 @@ def weights_after_loading(task: RankTask) -> dict[str, torch.Tensor]:
         (LLAMA, {"tensor": 2, "pipeline": 2}),
         pytest.param(QWEN2, {"tensor": 2, "data": 2, "zero": 3}, marks=pytest.mark.long),
         (GPT2, {"tensor": 2, "data": 2, "zero": 3}),
+        (PHI3, {"tensor": 2, "data": 2, "zero": 3}),
         pytest.param(DEEPSEEK, {"tensor": 2, "pipeline": 2, "sequence": False}, marks=pytest.mark.long),
         pytest.param(MIXTRAL, {"tensor": 2, "data": 2, "expert": 2}, marks=pytest.mark.long),
         (DEEPSEEK_V3, {"pipeline": 2, "data": 2, "expert": 2}),
     ],
-    ids=["llama", "qwen2", "gpt2", "deepseek", "mixtral", "deepseek-v3"],
+    ids=["llama", "qwen2", "gpt2", "phi3", "deepseek", "mixtral", "deepseek-v3"],
 )
 def test_every_layout_begins_from_the_published_weights(
     pool: RankPool, tmp_path: Path, config: dict[str, Any], layout: dict[str, Any]
@@ -70,8 +84,11 @@ def test_every_layout_begins_from_the_published_weights(
 
 @pytest.mark.parametrize(
     "config",
-    mostly_long([LLAMA, QWEN2, GPT2, DEEPSEEK, MIXTRAL, DEEPSEEK_V3], lambda it: it in (LLAMA, GPT2, DEEPSEEK_V3)),
-    ids=["llama", "qwen2", "gpt2", "deepseek", "mixtral", "deepseek-v3"],
+    mostly_long(
+        [LLAMA, QWEN2, GPT2, PHI3, MISTRAL, V03, DEEPSEEK, MIXTRAL, DEEPSEEK_V3],
+        lambda it: it in (LLAMA, GPT2, PHI3, V03, DEEPSEEK_V3),
+    ),
+    ids=["llama", "qwen2", "gpt2", "phi3", "mistral", "mistral without a window", "deepseek", "mixtral", "deepseek-v3"],
 )
 def test_what_was_read_is_written_again(pool: RankPool, tmp_path: Path, text: Path, config: dict[str, Any]) -> None:
     weights = random_weights(config)
@@ -81,6 +98,7 @@ def test_what_was_read_is_written_again(pool: RankPool, tmp_path: Path, text: Pa
     run = published_run(config, directory, {"tensor": 2}, steps=1, optimizer=optimizer)
     pool.run(train_fully, run, checkpoint_dir=tmp_path / "checkpoints", data_dir=text)
     checkpoint, manifest = find_checkpoint(tmp_path / "checkpoints")
+    manifest = manifest.model_copy(update={"provenance": provenance_of(run, "team/job", None)})
     files = export(checkpoint, manifest, tmp_path / "out", dtype=torch.float32, file_bytes=40_000)
     assert len(files) > 1
     written = TensorFiles(tmp_path / "out")
@@ -88,6 +106,7 @@ def test_what_was_read_is_written_again(pool: RankPool, tmp_path: Path, text: Pa
     assert all(torch.equal(written.find(name).map(), tensor) for name, tensor in weights.items())
     told = json.loads((tmp_path / "out" / "config.json").read_text())
     assert architecture_from_config(told) == architecture_from_config(config)
+    assert told["model_type"] == config["model_type"]
     lengths = "max_position_embeddings", "n_positions"
     assert any(told.get(name, 0) >= manifest.sequence_length for name in lengths)
     export(checkpoint, manifest, tmp_path / "bf16", dtype=torch.bfloat16, file_bytes=20_000)

@@ -54,6 +54,7 @@ MIXTRAL: dict[str, Any] = {
 }
 MISTRAL: dict[str, Any] = {**LLAMA, "model_type": "mistral", "rope_scaling": None, "sliding_window": 6}
 MIXTRAL_WINDOW: dict[str, Any] = {**MIXTRAL, "sliding_window": 5}
+PHI3: dict[str, Any] = {**MISTRAL, "model_type": "phi3", "sliding_window": None, "pad_token_id": None}
 _WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 QWEN2_WINDOW: dict[str, Any] = {**QWEN2, **_WINDOW}
 QWEN3_WINDOW: dict[str, Any] = {**QWEN3, **_WINDOW}
@@ -164,6 +165,9 @@ def _feed_forward(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ..
         return shapes
     dense = layer < config.get("first_k_dense_replace", 0) or (layer + 1) % config.get("decoder_sparse_step", 1)
     experts = config.get("n_routed_experts", config.get("num_experts", 0))
+    if kind == "phi3":
+        width = config["intermediate_size"]
+        return {"mlp.gate_up_proj.weight": (2 * width, hidden), "mlp.down_proj.weight": (hidden, width)}
     if dense or not experts:
         return {f"mlp.{name}": shape for name, shape in _swiglu(config, config["intermediate_size"]).items()}
     width, shared = config["moe_intermediate_size"], config.get("n_shared_experts", 0)
@@ -185,6 +189,8 @@ def _swiglu(config: dict[str, Any], width: int) -> dict[str, tuple[int, ...]]:
 def _plain(config: dict[str, Any], hidden: int, heads: int) -> dict[str, tuple[int, ...]]:
     size, kv_heads = config["head_dim"], config["num_key_value_heads"]
     outputs = {"q_proj": heads * size, "k_proj": kv_heads * size, "v_proj": kv_heads * size}
+    if config["model_type"] == "phi3":
+        outputs = {"qkv_proj": sum(outputs.values())}
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, hidden) for name, rows in outputs.items()}
     shapes["o_proj.weight"] = (hidden, heads * size)
     if config["model_type"] == "qwen2":

@@ -15,7 +15,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def llama(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """Llama, Mixtral, Qwen2 and Qwen3: logits [batch, length, vocabulary] of tokens [batch, length]."""
+    """Llama, Mistral, Mixtral, Phi-3, Qwen2 and Qwen3: logits [batch, length, vocabulary] of tokens [batch, length]."""
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     eps = config["rms_norm_eps"]
     x = weights["model.embed_tokens.weight"][tokens]
@@ -23,6 +23,7 @@ def llama(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> tor
     cos, sin = _rotation(config, size, length, x.dtype)
     for layer in range(config["num_hidden_layers"]):
         w = {n.removeprefix(f"model.layers.{layer}."): t for n, t in weights.items() if f".layers.{layer}." in n}
+        w |= _apart(w, heads * size, kv_heads * size)
         h = _rms(x, w["input_layernorm.weight"], eps)
         q, k, v = (
             F.linear(h, w[f"self_attn.{n}_proj.weight"], w.get(f"self_attn.{n}_proj.bias")).view(
@@ -46,6 +47,16 @@ def llama(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> tor
             x = x + _swiglu(h, w, "mlp")
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     return F.linear(_rms(x, weights["model.norm.weight"], eps), head)
+
+
+def _apart(w: Weights, queries: int, keys: int) -> Weights:
+    """The matrices of Phi-3's fused tensors."""
+    if "self_attn.qkv_proj.weight" not in w:
+        return {}
+    q, k, v = w["self_attn.qkv_proj.weight"].split([queries, keys, keys])
+    gate, up = w["mlp.gate_up_proj.weight"].chunk(2)
+    attention = {"self_attn.q_proj.weight": q, "self_attn.k_proj.weight": k, "self_attn.v_proj.weight": v}
+    return {**attention, "mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
 
 
 def _window(config: dict[str, Any]) -> int:

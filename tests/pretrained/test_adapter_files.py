@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.api.lora import LoraSpec
-from meshwright.models.huggingface.reader import architecture_from_config
+from meshwright.models.huggingface.reader import architecture_from_config, model_type_from_config
 from meshwright_worker.checkpoint.provenance import EXPORT_RECORD, export_record
 from meshwright_worker.pretrained.adapter_import import check_adapter_base, open_adapter
 from meshwright_worker.rank.failures import PretrainedError
@@ -27,7 +27,7 @@ def problem(directory: Path, config: dict[str, Any] = LLAMA, **lora: Any) -> str
     """Why `training.lora` cannot begin with the adapter in a directory. Empty if it can."""
     spec = LoraSpec.model_validate({"rank": RANK, "alpha": ALPHA, **lora})
     try:
-        open_adapter(architecture_from_config(config), spec, directory)
+        open_adapter(architecture_from_config(config), model_type_from_config(config), spec, directory)
     except PretrainedError as error:
         return str(error)
     return ""

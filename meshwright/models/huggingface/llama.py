@@ -1,4 +1,4 @@
-"""Reads and writes the configurations of Llama and models of its shape: Mistral, Mixtral, Qwen2 and Qwen3."""
+"""Reads and writes the configurations of Llama and models of its shape: Mistral, Mixtral, Phi-3, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -113,6 +113,15 @@ def _qwen(fields: ConfigFields, *, shared: bool = False) -> MixtureSpec:
     )
 
 
+def _phi3(fields: ConfigFields) -> Architecture:
+    rope = fields.section("rope_scaling", "rope_parameters")
+    if rope is not None and (rope.text("rope_type") or rope.text("type") or "default") != "default":
+        raise ConfigError("`rope_scaling` is not supported for this model type")
+    if any(part is not None and part.real("partial_rotary_factor", 1.0) != 1 for part in (fields, rope)):
+        raise ConfigError("`partial_rotary_factor` is not supported: all of a head must be rotated")
+    return _read(fields, window=_window)
+
+
 def _write(model: Architecture) -> dict[str, Any]:
     if model.value_size != model.head_size or not model.gated or model.positions or model.norm is not Norm.RMS_NORM:
         raise ConfigError(
@@ -189,6 +198,14 @@ MIXTRAL = ModelType(
     _write_mixtral,
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     experts=ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+)
+PHI3 = ModelType(
+    "phi3",
+    "Phi3ForCausalLM",
+    _phi3,
+    _write_mistral,
+    defaults={"rms_norm_eps": 1e-5},
+    fused=True,
 )
 QWEN2 = ModelType(
     "qwen2",

@@ -70,6 +70,8 @@ class ModelType:
     """Prefix of the names of published tensors, except the output projection."""
     experts: ExpertTensors = ExpertTensors()
     """Names of the tensors of its mixtures."""
+    fused: bool = False
+    """Whether queries, keys and values are one published tensor, and the two matrices of SwiGLU another."""
 
     def fields(self, config: Mapping[str, Any]) -> ConfigFields:
         """Return the configuration's fields with the type's defaults, under the names that the readers use."""

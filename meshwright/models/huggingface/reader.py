@@ -18,6 +18,7 @@ from meshwright.api.model import ModelSpec
 from meshwright.api.parsing import field_path
 from meshwright.models.architecture import Architecture, not_buildable
 from meshwright.models.huggingface.config_fields import ConfigError
+from meshwright.models.huggingface.model_type import ModelType
 from meshwright.models.huggingface.registry import MODEL_TYPES
 
 _REQUIRED = ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "vocab_size")
@@ -30,13 +31,7 @@ def published_architecture(config: Mapping[str, Any]) -> Architecture:
         ConfigError: a field is missing, has the wrong type or is out of range, or the model cannot be described
             exactly.
     """
-    name = config.get("model_type")
-    if name is not None and not isinstance(name, str):
-        raise ConfigError(f"`model_type` must be a string, got {str(name)[:80]}")
-    model_type = MODEL_TYPES.get(str(name))
-    if model_type is None:
-        built = ", ".join(each.name for each in MODEL_TYPES.values() if each.built)
-        raise ConfigError(f"`model_type` {name!r} is not supported: use one of {built}")
+    model_type = model_type_from_config(config)
     try:
         model = model_type.read(model_type.fields(config))
         to_model_spec(model)
@@ -46,6 +41,22 @@ def published_architecture(config: Mapping[str, Any]) -> Architecture:
         reason = first_error["msg"][:1].lower() + first_error["msg"][1:]
         raise ConfigError(f"its numbers make `{field}: {first_error['input']!r}`: {reason}") from None
     return model
+
+
+def model_type_from_config(config: Mapping[str, Any]) -> ModelType:
+    """Return the model type of a configuration.
+
+    Raises:
+        ConfigError: it is not supported.
+    """
+    name = config.get("model_type")
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"`model_type` must be a string, got {str(name)[:80]}")
+    model_type = MODEL_TYPES.get(str(name))
+    if model_type is None:
+        built = ", ".join(each.name for each in MODEL_TYPES.values() if each.built)
+        raise ConfigError(f"`model_type` {name!r} is not supported: use one of {built}")
+    return model_type
 
 
 def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
@@ -95,11 +106,21 @@ def read_architecture(path: Path) -> Architecture:
         ConfigError: as `architecture_from_config`, or it is not a JSON object.
         OSError: the file cannot be read.
     """
+    return architecture_from_config(read_config(path))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return `parse_config` of a file.
+
+    Raises:
+        ConfigError: it is not a JSON object.
+        OSError: the file cannot be read.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"not valid JSON: {error}") from None
-    return architecture_from_json(text)
+    return parse_config(text)
 
 
 def to_model_spec(model: Architecture) -> ModelSpec:

@@ -12,14 +12,23 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from meshwright.models.huggingface.gpt2 import GPT2
-from meshwright.models.huggingface.llama import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from meshwright.models.huggingface.llama import (
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    PHI3,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+)
 from meshwright.models.huggingface.model_type import ModelType
 
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         each.name: each
         for each in (
-            GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3,
+            GPT2, LLAMA, MISTRAL, MIXTRAL, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3,
         )
     }
 )  # fmt: skip
@@ -39,7 +48,9 @@ def model_type_of(model: Architecture) -> ModelType:
     return MISTRAL if model.sliding_window else LLAMA
 
 
-def config_from_architecture(model: Architecture, length: int = 0) -> dict[str, Any]:
+def config_from_architecture(
+    model: Architecture, length: int = 0, model_type: ModelType | None = None
+) -> dict[str, Any]:
     """Return the `config.json` of an architecture, for transformers to read.
 
     Args:
@@ -47,11 +58,12 @@ def config_from_architecture(model: Architecture, length: int = 0) -> dict[str, 
         length: tokens of the longest sequence that the model supports. Inference servers limit sequences to it, and
             transformers computes YaRN's frequencies from it. It is at least the length of the rotary scaling. 0 to omit
             the field if there is no scaling.
+        model_type: what to write it as; None for `model_type_of`.
 
     Raises:
         ConfigError: no model type of transformers has this shape.
     """
-    model_type = model_type_of(model)
+    model_type = model_type or model_type_of(model)
     if model_type.write is None:
         raise ConfigError(f"`model_type` {model_type.name!r} is not written")
     scaling = model.rope_scaling

@@ -1,7 +1,7 @@
 """Which modules of a published model have adapters, in the words of PEFT.
 
-An adapter of the runtime belongs to one of its matrices; one of PEFT belongs to a module of transformers. GPT-2's
-queries, keys and values are three matrices of one module.
+An adapter of the runtime belongs to one of its matrices; one of PEFT belongs to a module of transformers. Queries, keys
+and values of GPT-2 and Phi-3 are three matrices of one module, and the two matrices of Phi-3's SwiGLU are of one, too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from meshwright.models.architecture import Architecture
+from meshwright.models.huggingface.model_type import ModelType
 from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.pretrained.hf_export import published_name
 from meshwright_worker.pretrained.name_mapping import TensorSource, parameter_sources
@@ -47,13 +48,15 @@ class AdaptedModule:
         return f"base_model.model.{self.name}.lora_B.weight"
 
 
-def adapted_modules(model: Architecture, parameters: Collection[str]) -> list[AdaptedModule]:
-    """Return the published modules whose matrices have adapters among the `parameters`, in the model's order."""
+def adapted_modules(model: Architecture, model_type: ModelType, parameters: Collection[str]) -> list[AdaptedModule]:
+    """Return the modules of a model, published as `model_type`, whose matrices have adapters among the `parameters`, in
+    the model's order.
+    """
     matrices = {name.rpartition(".")[0] for name in parameters if is_adapter(name)}
     modules: dict[str, dict[str, TensorSource]] = {}
-    for name, source in parameter_sources(model).items():
+    for name, source in parameter_sources(model, model_type).items():
         path = name.removesuffix(WEIGHT)
         if path in matrices and isinstance(source, TensorSource):
-            module = published_name(model, source.tensor).removesuffix(WEIGHT)
+            module = published_name(model_type, source.tensor).removesuffix(WEIGHT)
             modules.setdefault(module, {})[path] = source
     return [AdaptedModule(name, parts) for name, parts in modules.items()]

@@ -1,8 +1,8 @@
 """Exports only the adapters of a checkpoint, in the format of PEFT: `adapter_config.json` and one safetensors file.
 
 The model that they belong to is only compared with the one that they were trained on. Where a module has several
-matrices (GPT-2's queries, keys and values), its adapter has the rows of A of all of them, and in B each matrix's rows
-read only its own: the rank is the sum, the product is the same.
+matrices (queries, keys and values of GPT-2 and Phi-3), its adapter has the rows of A of all of them, and in B each
+matrix's rows read only its own: the rank is the sum, the product is the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from meshwright.api.lora import LoraSpec
 from meshwright.api.mixture import Balancing
 from meshwright.models.architecture import Architecture
+from meshwright.models.huggingface.model_type import ModelType
+from meshwright.models.huggingface.registry import model_type_of
 from meshwright_worker.checkpoint.files import CheckpointPath
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader
 from meshwright_worker.checkpoint.manifest import Manifest
@@ -27,8 +29,10 @@ from meshwright_worker.models.lora import DOWN, UP, is_adapter
 from meshwright_worker.pretrained.adapted_modules import WEIGHT, AdaptedModule, adapted_modules
 from meshwright_worker.pretrained.base_fingerprint import base_of_adapters, check_base
 from meshwright_worker.pretrained.hf_export import make_output, published_name
+from meshwright_worker.pretrained.load import type_of_weights
 from meshwright_worker.pretrained.name_mapping import published_tensors
 from meshwright_worker.pretrained.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from meshwright_worker.pretrained.tensor_files import CONFIG
 
 
 class AdapterError(ValueError):
@@ -56,10 +60,11 @@ def export_adapter(
     model, lora, stored = manifest.architecture, manifest.lora, FullTensorReader(checkpoint)
     if lora is None:
         raise AdapterError("--adapter: the checkpoint contains the full model and no adapters: leave it out")
-    modules = exported_modules(model, [name.removeprefix(f"{MODEL}.") for name in stored.names])
+    where = base_of_adapters(manifest, base)
+    model_type = _type_of_base(model, where)
+    modules = exported_modules(model, model_type, [name.removeprefix(f"{MODEL}.") for name in stored.names])
     if problem := _problem(manifest, modules):
         raise AdapterError(f"--adapter: {problem}: leave it out, which merges the adapters into the model")
-    where = base_of_adapters(manifest, base)
     if where is not None and where.is_dir():
         check_base(manifest, where)
     make_output(output)
@@ -68,7 +73,7 @@ def export_adapter(
         down, up = module_adapter(module, stored, lora)
         tensors |= {module.down: down.to(dtype), module.up: up.to(dtype)}
     write_tensors(output / ADAPTER_WEIGHTS, tensors, {"format": "pt"})
-    config = adapter_config(model, lora, modules, str(where))
+    config = adapter_config(model, model_type, lora, modules, str(where))
     (output / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
     return [ADAPTER_WEIGHTS]
 
@@ -90,13 +95,18 @@ def _problem(manifest: Manifest, modules: Iterable[AdaptedModule]) -> str:
     return ""
 
 
-def exported_modules(model: Architecture, stored: Collection[str]) -> list[AdaptedModule]:
+def _type_of_base(model: Architecture, where: Path | None) -> ModelType:
+    """What the adapters' model is published as; the usual type of its shape if its directory is not here."""
+    return type_of_weights(where) if where is not None and (where / CONFIG).is_file() else model_type_of(model)
+
+
+def exported_modules(model: Architecture, model_type: ModelType, stored: Collection[str]) -> list[AdaptedModule]:
     """Return the modules of the adapters among the `stored` parameters.
 
     Raises:
         AdapterError: an adapter belongs to no module of the published model.
     """
-    modules = adapted_modules(model, stored)
+    modules = adapted_modules(model, model_type, stored)
     known = {path for module in modules for path in module.matrices}
     unknown = sorted({name.rpartition(".")[0] for name in stored if is_adapter(name)} - known)
     if unknown:
@@ -113,7 +123,7 @@ def module_adapter(
     """Return A, [rank, inputs], and B, [outputs, rank], of a module; `rank` is that of all its matrices together."""
     downs = [stored.read(f"{MODEL}.{path}.{DOWN}") for path in module.matrices]
     ups = [stored.read(f"{MODEL}.{path}.{UP}") for path in module.matrices]
-    rows = module.parts * len(ups[0])
+    rows = next(iter(module.matrices.values())).published_rows(len(ups[0]))
     whole = ups[0].new_zeros(rows, lora.rank * len(ups))
     for number, (up, source) in enumerate(zip(ups, module.matrices.values(), strict=True)):
         columns = whole[:, number * lora.rank : (number + 1) * lora.rank]
@@ -122,9 +132,12 @@ def module_adapter(
     return torch.cat(downs), whole
 
 
-def adapter_config(model: Architecture, lora: LoraSpec, modules: list[AdaptedModule], base: str) -> dict[str, Any]:
+def adapter_config(
+    model: Architecture, model_type: ModelType, lora: LoraSpec, modules: list[AdaptedModule], base: str
+) -> dict[str, Any]:
     """Return the `adapter_config.json` of a LoRA adapter for the causal language model at `base`."""
-    every = {published_name(model, tensor).removesuffix(WEIGHT) for tensor in published_tensors(model)}
+    tensors = published_tensors(model, model_type)
+    every = {published_name(model_type, tensor).removesuffix(WEIGHT) for tensor in tensors}
     names = _names({module.name for module in modules}, every)
     # Every module has the scale alpha / rank, so both are multiplied by its number of matrices.
     multiples = {names[module.name]: len(module.matrices) for module in modules}

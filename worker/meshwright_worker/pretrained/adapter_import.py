@@ -1,8 +1,8 @@
 """Reads an adapter in the format of PEFT into the shards of any layout, to train it further.
 
 The headers show whether it is the adapter that `training.lora` describes. Each rank then reads only its own rows and
-columns. A module of several matrices (GPT-2's queries, keys and values) has one adapter, in one of two forms: with the
-rank of each matrix, where all read the same A, or with the sum of their ranks, as an export has it.
+columns. A module of several matrices (queries, keys and values of GPT-2 and Phi-3) has one adapter, in one of two
+forms: with the rank of each matrix, where all read the same A, or with the sum of their ranks, as an export has it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from meshwright.api.lora import LoraSpec, LoraTarget
 from meshwright.models.architecture import Architecture
+from meshwright.models.huggingface.model_type import ModelType
 from meshwright_worker.checkpoint.manifest import has_other_base
 from meshwright_worker.checkpoint.provenance import EXPORT_RECORD, parent_at
 from meshwright_worker.models.decoder import DecoderStage
@@ -73,8 +74,8 @@ class Adapter:
             progress(shard.local.nbytes)
 
 
-def open_adapter(model: Architecture, lora: LoraSpec, directory: Path) -> Adapter:
-    """Open the adapter in a directory, which must be the one that `lora` describes.
+def open_adapter(model: Architecture, model_type: ModelType, lora: LoraSpec, directory: Path) -> Adapter:
+    """Open the adapter in a directory, which must be the one that `lora` describes, of a model of that type.
 
     Raises:
         PretrainedError: there is none, a file is damaged, or it has another rank or scale or other matrices than
@@ -83,9 +84,9 @@ def open_adapter(model: Architecture, lora: LoraSpec, directory: Path) -> Adapte
     config = read_peft_config(directory)
     check_weights_file(directory)
     files = TensorFiles(directory, ADAPTER_WEIGHTS)
-    _check_targets(model, lora, files.names, directory)
+    _check_targets(model, model_type, lora, files.names, directory)
     shapes = _adapter_shapes(model, lora)
-    modules = adapted_modules(model, shapes)
+    modules = adapted_modules(model, model_type, shapes)
     for module in modules:
         _check_shapes(module, shapes, config, files)
     shared = _reads_one_down(modules, lora, files, directory)
@@ -93,7 +94,7 @@ def open_adapter(model: Architecture, lora: LoraSpec, directory: Path) -> Adapte
     parts: dict[str, _Part] = {}
     for module in modules:
         if not shared:
-            _check_blocks(module, lora, files, directory)
+            _check_blocks(module, shapes, lora, files, directory)
         for number, (path, source) in enumerate(module.matrices.items()):
             first = 0 if shared else number * lora.rank
             parts[f"{path}.{DOWN}"] = _Part(module.down, first, None)
@@ -135,7 +136,9 @@ def _outputs(source: TensorSource) -> TensorSource:
     return replace(source, transposed=False)
 
 
-def _check_targets(model: Architecture, lora: LoraSpec, names: Collection[str], directory: Path) -> None:
+def _check_targets(
+    model: Architecture, model_type: ModelType, lora: LoraSpec, names: Collection[str], directory: Path
+) -> None:
     """Reject an adapter of other modules than those of `lora.targets`.
 
     Raises:
@@ -143,7 +146,7 @@ def _check_targets(model: Architecture, lora: LoraSpec, names: Collection[str], 
     """
     stored, file = set(names), directory / ADAPTER_WEIGHTS
     every = lora.model_copy(update={"targets": list(LoraTarget)})
-    modules = adapted_modules(model, _adapter_shapes(model, every))
+    modules = adapted_modules(model, model_type, _adapter_shapes(model, every))
     unknown = sorted(stored - {name for module in modules for name in (module.down, module.up)})
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
@@ -200,8 +203,8 @@ def _check_shapes(
     Raises:
         PretrainedError: see above.
     """
-    path, rank = next(iter(module.matrices)), config.rank_of(module.name)
-    inputs, outputs = shapes[f"{path}.{DOWN}"][1], shapes[f"{path}.{UP}"][0] * module.parts
+    (path, source), rank = next(iter(module.matrices.items())), config.rank_of(module.name)
+    inputs, outputs = shapes[f"{path}.{DOWN}"][1], source.published_rows(shapes[f"{path}.{UP}"][0])
     for name, expected in ((module.down, (rank, inputs)), (module.up, (outputs, rank))):
         stored = files.find(name)
         if tuple(stored.shape) != expected:
@@ -260,7 +263,9 @@ def _check_scale(modules: Sequence[AdaptedModule], lora: LoraSpec, config: PeftC
         )
 
 
-def _check_blocks(module: AdaptedModule, lora: LoraSpec, files: TensorFiles, directory: Path) -> None:
+def _check_blocks(
+    module: AdaptedModule, shapes: Mapping[str, torch.Size], lora: LoraSpec, files: TensorFiles, directory: Path
+) -> None:
     """Reject a B of several matrices in which one reads rows of A that are another's, or is not among `lora.targets`.
 
     Raises:
@@ -270,12 +275,15 @@ def _check_blocks(module: AdaptedModule, lora: LoraSpec, files: TensorFiles, dir
         return
     stored = files.find(module.up).map()
     own = torch.zeros_like(stored)
-    for number, source in enumerate(module.matrices.values()):
+    for number, (path, source) in enumerate(module.matrices.items()):
         columns = slice(number * lora.rank, (number + 1) * lora.rank)
         rows = _outputs(source)
-        rows.write_into(rows.rows(stored[:, columns], 0, len(stored) // module.parts), own[:, columns])
+        rows.write_into(rows.rows(stored[:, columns], 0, shapes[f"{path}.{UP}"][0]), own[:, columns])
     if not torch.equal(stored, own):
+        what, targets = "queries, keys and values", "`Query`, `Key` and `Value`"
+        if ".mlp." in module.name:
+            what, targets = "both matrices of SwiGLU", "`Gate` and `Up`"
         raise PretrainedError(
-            f"the adapter of `{module.name}` in {directory} is of queries, keys and values: `training.lora.targets` "
-            f"must contain `Query`, `Key` and `Value`, and `training.lora.rank` must be {stored.shape[1]}"
+            f"the adapter of `{module.name}` in {directory} is of {what}: `training.lora.targets` must contain "
+            f"{targets}, and `training.lora.rank` must be {stored.shape[1]}"
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.manifest import Manifest, has_other_base
+from meshwright_worker.pretrained.load import type_of_weights
 from meshwright_worker.pretrained.name_mapping import published_tensors
 from meshwright_worker.pretrained.tensor_files import TensorFiles
 from meshwright_worker.rank.failures import PretrainedError
@@ -34,7 +35,8 @@ def base_fingerprint(model: Architecture, directory: Path) -> str:
         PretrainedError: a file cannot be read, or a tensor is quantized.
     """
     files, digest = TensorFiles(directory), hashlib.sha256()
-    for name in _sampled(name for name in published_tensors(model) if files.has(name)):
+    names = published_tensors(model, type_of_weights(directory))
+    for name in _sampled(name for name in names if files.has(name)):
         tensor = files.find(name)
         digest.update(f"{name}\0{list(tensor.shape)}\0".encode())
         count = tensor.shape.numel()

@@ -15,17 +15,21 @@ from typing import Any
 import torch
 
 from meshwright.models.architecture import Architecture
+from meshwright.models.huggingface.config_fields import ConfigError
+from meshwright.models.huggingface.model_type import ModelType
+from meshwright.models.huggingface.reader import architecture_from_config, model_type_from_config, read_architecture
 from meshwright.models.huggingface.registry import config_from_architecture, model_type_of
 from meshwright_worker.checkpoint.files import CheckpointPath
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader
 from meshwright_worker.checkpoint.manifest import Manifest
+from meshwright_worker.checkpoint.provenance import Provenance
 from meshwright_worker.checkpoint.safetensors_format import write_tensors
 from meshwright_worker.checkpoint.state_dict import MODEL
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import initial_parameter
 from meshwright_worker.models.lora import DOWN, UP, merge_adapter
 from meshwright_worker.pretrained.base_fingerprint import base_of_adapters, check_base
-from meshwright_worker.pretrained.load import check_architecture, load_part
+from meshwright_worker.pretrained.load import check_architecture, is_same_shape, load_part, type_of_weights
 from meshwright_worker.pretrained.name_mapping import StackedSource, TensorSource, parameter_sources
 from meshwright_worker.pretrained.tensor_files import CONFIG, INDEX, SINGLE, TensorFiles
 
@@ -62,8 +66,9 @@ def export(
     """
     model = manifest.architecture
     base_config = _base_config(manifest, base)
+    model_type = _exported_type(model, base_config)
     config = {
-        **config_from_architecture(model, _max_sequence_length(manifest, base_config)),
+        **config_from_architecture(model, _max_sequence_length(manifest, base_config), model_type),
         **special_tokens(base_config, manifest.tokenizer.end_token if manifest.tokenizer is not None else None),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
@@ -71,13 +76,13 @@ def export(
     reader = lru_cache(maxsize=1)(_reader(checkpoint, manifest, base))
     make_output(output)
     shapes = _shapes(model)
-    groups = _groups(model)
+    groups = _groups(model, model_type)
     plan = list(_files(groups, shapes, dtype, file_bytes))
     where: dict[str, str] = {}
     for number, tensors in enumerate(plan, start=1):
         file = SINGLE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         content = {
-            published_name(model, name): _published(groups[name], shapes, reader, _format_of(groups[name], dtype))
+            published_name(model_type, name): _published(groups[name], shapes, reader, _format_of(groups[name], dtype))
             for name in tensors
         }
         write_tensors(output / file, content, {"format": "pt"})
@@ -101,9 +106,18 @@ def make_output(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
 
 
-def _groups(model: Architecture) -> dict[str, list[Piece]]:
+def _exported_type(model: Architecture, base_config: Mapping[str, Any]) -> ModelType:
+    """Return the type of the model that training began from, if the trained model has its shape."""
+    with suppress(ConfigError):
+        found = model_type_from_config(base_config)
+        if found.write is not None and is_same_shape(architecture_from_config(base_config), model):
+            return found
+    return model_type_of(model)
+
+
+def _groups(model: Architecture, model_type: ModelType) -> dict[str, list[Piece]]:
     found: dict[str, list[Piece]] = {}
-    for name, source in parameter_sources(model).items():
+    for name, source in parameter_sources(model, model_type).items():
         if isinstance(source, StackedSource):
             found |= {part.tensor: [(name, part, expert)] for expert, part in enumerate(source.parts)}
         else:
@@ -158,11 +172,11 @@ def _published(group: list[Piece], shapes: dict[str, torch.Size], reader: Reader
     return whole
 
 
-def published_name(model: Architecture, tensor: str) -> str:
+def published_name(model_type: ModelType, tensor: str) -> str:
     """Return the full name of a published tensor, with the prefix of its model type."""
     if tensor.startswith("lm_head"):
         return tensor
-    return f"{model_type_of(model).prefix}.{tensor}"
+    return f"{model_type.prefix}.{tensor}"
 
 
 def _reader(checkpoint: CheckpointPath, manifest: Manifest, base: Path | None) -> Reader:
@@ -190,7 +204,27 @@ def _reader(checkpoint: CheckpointPath, manifest: Manifest, base: Path | None) -
 
 def base_model_dir(manifest: Manifest, base: Path | None) -> Path | None:
     """Return the directory of the model that adapters belong to, or that training began from, if known."""
-    return base or (Path(manifest.initial_weights) if manifest.initial_weights else None)
+    if base is not None or manifest.initial_weights:
+        return base or Path(manifest.initial_weights or "")
+    found = _initial_weights(manifest.provenance)
+    return next((path for path in found if _has_shape(path, manifest.architecture)), None)
+
+
+def _initial_weights(record: Provenance | None) -> Iterator[Path]:
+    """Yield the weights that a run began from, and those of the runs that it continues."""
+    while record is not None:
+        training = record.spec.get("training")
+        weights = training.get("initialWeights") if isinstance(training, dict) else None
+        if isinstance(weights, str):
+            yield Path(weights)
+        record = record.parent.provenance if record.parent is not None else None
+
+
+def _has_shape(directory: Path, model: Architecture) -> bool:
+    try:
+        return is_same_shape(read_architecture(directory / CONFIG), model)
+    except (OSError, ConfigError):
+        return False
 
 
 def _base_config(manifest: Manifest, base: Path | None) -> dict[str, Any]:
@@ -231,7 +265,7 @@ def _base_reader(manifest: Manifest, base: Path | None) -> Reader:
         return lambda name: initial_parameter(name, shapes[name], model, manifest.seed, tiled=manifest.weights_in_tiles)
     check_architecture(model, found)
     check_base(manifest, found)
-    files, sources_by_name = TensorFiles(found), parameter_sources(model)
+    files, sources_by_name = TensorFiles(found), parameter_sources(model, type_of_weights(found))
 
     def read(name: str) -> torch.Tensor:
         whole = torch.empty(shapes[name])

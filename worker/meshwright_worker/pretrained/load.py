@@ -16,8 +16,8 @@ from meshwright.api.mixture import Balancing
 from meshwright.models.architecture import Architecture
 from meshwright.models.differences import differing_fields
 from meshwright.models.huggingface.config_fields import ConfigError
-from meshwright.models.huggingface.model_type import TRAINING_FIELDS
-from meshwright.models.huggingface.reader import read_architecture
+from meshwright.models.huggingface.model_type import TRAINING_FIELDS, ModelType
+from meshwright.models.huggingface.reader import model_type_from_config, read_architecture, read_config
 from meshwright_worker.checkpoint.safetensors_format import DTYPES
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.parallel.shards import ParameterShard
@@ -67,7 +67,7 @@ def load_pretrained(
     """
     published = check_architecture(model, directory)
     files = TensorFiles(directory)
-    sources_by_name = parameter_sources(model)
+    sources_by_name = parameter_sources(model, type_of_weights(directory))
     if begins:
         check_unused(model, files, directory)
     unknown = [shard.name for shard in shards if shard.name not in sources_by_name]
@@ -91,7 +91,11 @@ def check_unused(model: Architecture, files: TensorFiles, directory: Path) -> No
             embedding. The message names it.
     """
     _check_tied(model, files, directory)
-    unused = [name for name in files.names_except(published_tensors(model)) if not name.endswith(_COMPUTED)]
+    unused = [
+        name
+        for name in files.names_except(published_tensors(model, type_of_weights(directory)))
+        if not name.endswith(_COMPUTED)
+    ]
     in_layers = [name for name in unused if (found := _LAYER.match(name)) and int(found[1]) < model.layers]
     if in_layers:
         more = f" and {len(in_layers) - 1} more" if len(in_layers) > 1 else ""
@@ -200,6 +204,24 @@ def check_architecture(model: Architecture, directory: Path) -> Architecture:
     return found
 
 
+def type_of_weights(directory: Path) -> ModelType:
+    """Return the model type of a directory, whose `config.json` has been read before.
+
+    Raises:
+        PretrainedError: it cannot be read any more.
+    """
+    try:
+        return model_type_from_config(read_config(directory / CONFIG))
+    except (OSError, ConfigError) as error:
+        raise PretrainedError(f"{directory / CONFIG} cannot be read: {error}") from error
+
+
+def is_same_shape(one: Architecture, other: Architecture) -> bool:
+    """Return whether two models with the same parameters have the same outputs."""
+    there, here = _shape(one), _shape(other)
+    return not any(_differ(there, here, name) for name in there)
+
+
 def _shape(model: Architecture) -> dict[str, object]:
     """Return the fields that determine a model's output. Balancing of a mixture in training is not among them, except
     by biases.
@@ -219,15 +241,17 @@ def _differ(there: dict[str, object], here: dict[str, object], field: str) -> bo
 
 
 def check_shape(source: TensorSource, published: torch.Size, shape: tuple[int, ...]) -> None:
-    """Refuse a published tensor of another shape than the parameter's, or than that of `source.parts` such parameters.
+    """Refuse a published tensor of another shape than the parameter's, or than that of all parameters that it contains.
 
     Raises:
         PretrainedError: see above.
     """
     there = tuple(published[::-1] if source.transposed else published)
-    if there != (shape[0] * source.parts, *shape[1:]):
-        what = "a parameter" if source.parts == 1 else f"{source.parts} parameters"
-        raise PretrainedError(f"`{source.tensor}` is {list(published)}, not {what} of {list(shape)}")
+    rows = source.published_rows(shape[0])
+    if there != (rows, *shape[1:]):
+        what = f"{source.parts} parameters" if source.parts > 1 and source.total is None else "a parameter"
+        size = [rows if source.total is not None else shape[0], *shape[1:]]
+        raise PretrainedError(f"`{source.tensor}` is {list(published)}, not {what} of {size}")
 
 
 def check_pretrained(model: Architecture, directory: Path) -> None:
@@ -238,7 +262,7 @@ def check_pretrained(model: Architecture, directory: Path) -> None:
     """
     published = check_architecture(model, directory)
     files = TensorFiles(directory)
-    sources_by_name = parameter_sources(model)
+    sources_by_name = parameter_sources(model, type_of_weights(directory))
     with torch.device("meta"):
         whole = DecoderStage(model, torch.float32)
     tensors: dict[str, torch.Tensor] = dict(whole.named_parameters())

@@ -2,19 +2,20 @@
 
 The runtime rotates the two halves of a head, as published Llama, Mistral and Qwen weights require. DeepSeek's weights
 rotate neighboring elements, so the rows of their rotary parts are reordered. GPT-2 stores matrices transposed, and
-queries, keys and values as one.
+queries, keys and values as one, as Phi-3 does, which also stores the two matrices of SwiGLU as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from meshwright.api.mixture import Balancing
 from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface.gpt2 import GPT2
+from meshwright.models.huggingface.model_type import ExpertTensors, ModelType
 from meshwright.models.huggingface.registry import model_type_of
 from meshwright.models.mixture import is_mixture
 
@@ -32,7 +33,9 @@ class TensorSource:
     first: int = 0
     """First row of the parameter, after the transposition."""
     parts: int = 1
-    """Number of parameters of this shape in the published tensor, one after the other."""
+    """Number of parameters in the published tensor, one after the other."""
+    total: int | None = None
+    """Rows of all of them together; None if they all have the same shape."""
     order: torch.Tensor | None = None
     """int64 [rows]: which row of the published tensor each row is; None for `first`, `first + 1`, ..."""
 
@@ -42,6 +45,10 @@ class TensorSource:
         if self.order is None:
             return view[self.first + start : self.first + stop]
         return view[self.order[start:stop]]
+
+    def published_rows(self, rows: int) -> int:
+        """Return the rows of the published tensor, after the transposition, if the parameter has `rows`."""
+        return rows * self.parts if self.total is None else self.total
 
     def write_into(self, parameter: torch.Tensor, published: torch.Tensor) -> None:
         """Write the full parameter into its rows: the reverse of reading it."""
@@ -59,18 +66,26 @@ class StackedSource:
     parts: tuple[TensorSource, ...]
 
 
-def parameter_sources(model: Architecture) -> dict[str, TensorSource | StackedSource]:
-    """Return the source of every parameter of the model, and of the routers' biases, by the runtime's name."""
-    return dict(_gpt2(model) if model_type_of(model) is GPT2 else _llama(model))
+def parameter_sources(
+    model: Architecture, model_type: ModelType | None = None
+) -> dict[str, TensorSource | StackedSource]:
+    """Return the source of every parameter of the model, and of the routers' biases, by the runtime's name.
+
+    Args:
+        model: the architecture.
+        model_type: what the model is published as; None for `model_type_of`.
+    """
+    model_type = model_type or model_type_of(model)
+    return dict(_gpt2(model) if model_type is GPT2 else _llama(model, model_type))
 
 
-def published_tensors(model: Architecture) -> set[str]:
+def published_tensors(model: Architecture, model_type: ModelType | None = None) -> set[str]:
     """Return the names of all published tensors that the model is read from, without a prefix."""
-    sources = parameter_sources(model).values()
+    sources = parameter_sources(model, model_type).values()
     return {one.tensor for each in sources for one in (each.parts if isinstance(each, StackedSource) else (each,))}
 
 
-def _llama(model: Architecture) -> Iterator[tuple[str, TensorSource | StackedSource]]:
+def _llama(model: Architecture, model_type: ModelType) -> Iterator[tuple[str, TensorSource | StackedSource]]:
     yield "embedding.weight", TensorSource("embed_tokens.weight")
     yield "norm.weight", TensorSource("norm.weight")
     if not model.tie_embeddings:
@@ -81,26 +96,39 @@ def _llama(model: Architecture) -> Iterator[tuple[str, TensorSource | StackedSou
         "attention.output.weight": "self_attn.o_proj.weight",
     }
     for layer in range(model.layers):
-        attention = _plain_attention(model) if model.latent is None else _latent_attention(model)
+        attention = _latent_attention(model)
+        if model.latent is None:
+            attention = _fused_attention(model) if model_type.fused else _plain_attention(model)
         for ours, theirs in names.items():
             yield f"layers.{layer}.{ours}", TensorSource(f"layers.{layer}.{theirs}")
         for ours, source in attention:
             yield (
                 f"layers.{layer}.attention.{ours}",
-                TensorSource(f"layers.{layer}.self_attn.{source.tensor}", order=source.order),
+                replace(source, tensor=f"layers.{layer}.self_attn.{source.tensor}"),
             )
         if is_mixture(model.mixture, layer):
-            yield from _mixture(model, f"layers.{layer}")
+            yield from _mixture(model, f"layers.{layer}", model_type.experts)
+        elif model_type.fused:
+            yield from _fused_feed_forward(model, f"layers.{layer}")
         else:
             for ours, theirs in _DENSE.items():
                 yield f"layers.{layer}.{ours}", TensorSource(f"layers.{layer}.{theirs}")
 
 
-def _mixture(model: Architecture, layer: str) -> Iterator[tuple[str, TensorSource | StackedSource]]:
+def _fused_feed_forward(model: Architecture, layer: str) -> Iterator[tuple[str, TensorSource]]:
+    for number, name in enumerate(("gate", "up")):
+        first = number * model.intermediate_size
+        source = TensorSource(f"{layer}.mlp.gate_up_proj.weight", first=first, parts=2)
+        yield f"{layer}.feed_forward.{name}.weight", source
+    yield f"{layer}.feed_forward.down.weight", TensorSource(f"{layer}.mlp.down_proj.weight")
+
+
+def _mixture(
+    model: Architecture, layer: str, names: ExpertTensors
+) -> Iterator[tuple[str, TensorSource | StackedSource]]:
     mixture = model.mixture
     if mixture is None:
         return
-    names = model_type_of(model).experts
     ours, theirs = f"{layer}.feed_forward", f"{layer}.{names.block}"
     yield f"{ours}.router.weight", TensorSource(f"{theirs}.gate.weight")
     if mixture.balancing is Balancing.BIAS:
@@ -120,6 +148,18 @@ def _plain_attention(model: Architecture) -> Iterator[tuple[str, TensorSource]]:
     if model.query_key_norms:
         yield "query_norm.weight", TensorSource("q_norm.weight")
         yield "key_norm.weight", TensorSource("k_norm.weight")
+
+
+def _fused_attention(model: Architecture) -> Iterator[tuple[str, TensorSource]]:
+    sizes = {
+        "query": model.heads * model.head_size,
+        "key": model.kv_heads * model.head_size,
+        "value": model.kv_heads * model.value_size,
+    }
+    first, total = 0, sum(sizes.values())
+    for name, size in sizes.items():
+        yield f"{name}.weight", TensorSource("qkv_proj.weight", first=first, parts=len(sizes), total=total)
+        first += size
 
 
 def _latent_attention(model: Architecture) -> Iterator[tuple[str, TensorSource]]:

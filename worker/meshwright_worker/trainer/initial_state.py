@@ -21,7 +21,7 @@ from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.pretrained.adapter_import import check_adapter_base, open_adapter
 from meshwright_worker.pretrained.base_fingerprint import base_fingerprint
-from meshwright_worker.pretrained.load import load_pretrained
+from meshwright_worker.pretrained.load import load_pretrained, type_of_weights
 from meshwright_worker.rank.failures import PretrainedError
 from meshwright_worker.rank.task import WorkProgress
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
@@ -71,7 +71,8 @@ def load_state(
         return state
     adapters = [shard for shard in missing if is_adapter(shard.name)]
     if not resumed and lora is not None and lora.initial_adapter is not None:
-        adapter = open_adapter(run.architecture, lora, Path(lora.initial_adapter))
+        published_as = type_of_weights(Path(weights))
+        adapter = open_adapter(run.architecture, published_as, lora, Path(lora.initial_adapter))
         check_adapter_base(Path(lora.initial_adapter), weights, base)
         _check_same_files(adapter.fingerprint, "training.lora.initialAdapter", mesh)
         adapter.load(adapters, progress.begin("adapter", _size(adapters)))
