@@ -51,7 +51,8 @@ def generate() -> str:
 
     ranks, rows = cache(ranks_of), []
     for later in (LATER, frozenset[str]()):
-        among = {factor: [name for name in names if name not in later] for factor, names in factors().items()}
+        levels = {factor: [name for name in names if name not in later] for factor, names in factors().items()}
+        among = {factor: names for factor, names in levels.items() if names}
         left = [pair for pair in pairs if pair not in unsupported and not pair & later]
         # Another technique costs a row of eight ranks four times as much as a row of four. Rows of eight ranks
         # therefore have only the pairs that need them.

@@ -209,6 +209,7 @@ TECHNIQUES: list[Technique] = [
             "varlen attention": ({"training": {"varlen_attention": True}}, {"packing": Packing.DOCUMENTS}),
         },
     ),
+    *_of("window", {"sliding window": ({}, {"sliding_window": 6})}),
     *_of(
         "adapters",
         {"LoRA": ({}, {"training": {"lora": {"rank": 3, "targets": ["Query", "Value", "Output", "Gate", "Down"]}}})},
@@ -242,7 +243,7 @@ TECHNIQUES: list[Technique] = [
     *_of("accumulation", {"gradient accumulation": ({}, {}, {"micro_batches": 2})}),
 ]
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
-LATER = frozenset({"varlen attention", "fp8, gathered in fp8"})
+LATER = frozenset({"varlen attention", "fp8, gathered in fp8", "sliding window"})
 """Techniques whose pairs have rows of their own, after those of all others: adding one changes no row that was there,
 nor the name under which its numbers are recorded.
 """
