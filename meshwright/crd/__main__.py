@@ -21,7 +21,7 @@ REFERENCE_FILE = "docs/api.md"
 PROTOCOL_FILE = "docs/protocol.schema.json"
 
 
-FLOW_LENGTH = 400  # of the Python text of a mapping or list; longer ones take a line for each item
+FLOW_LENGTH = 600  # of the Python text of a mapping or list; longer ones take a line for each item
 
 
 class _Dumper(yaml.SafeDumper):
@@ -49,7 +49,7 @@ def generated_files() -> dict[str, str]:
     """Path in the checkout -> content."""
     definition = custom_resource_definition()
     header = "# Generated from meshwright/api by `make generate`; do not edit.\n"
-    text = yaml.dump(definition, Dumper=_Dumper, sort_keys=False, width=400, allow_unicode=True)
+    text = yaml.dump(definition, Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
     return {CRD_FILE: header + text, REFERENCE_FILE: api_reference(definition), PROTOCOL_FILE: protocol_schema()}
 
 
