@@ -65,4 +65,5 @@ class ModelSpec(ApiModel):
     rope_scaling: RopeScalingSpec | None = None
     """Rescaling of rotary frequencies for long contexts (Llama 3.1). None by default."""
     sliding_window: Annotated[int, Field(ge=0, le=16777216)] | None = None
-    """Number of keys that a query attends to, its own among them (Mistral). Defaults to 0, for all."""
+    """Number of keys that a query attends to, its own among them (Mistral). Defaults to 0, for all. Experimental if it
+    is less than a sequence."""
