@@ -69,6 +69,8 @@ class Architecture(ApiModel):
     """The mixture of experts that replaces the feed-forward layer in some layers."""
     sliding_window: int = 0
     """Largest number of keys that a query attends to, its own among them (Mistral, arXiv 2310.06825). 0 for all."""
+    full_attention_every: int = 0
+    """The last of every so many layers attends to all keys in spite of `sliding_window`. 0 for no layer."""
     shared_gate: Annotated[bool, Field(exclude=True), SkipJsonSchema()] = False
     """Whether a gate weights a mixture's shared experts (Qwen2-MoE). Counted, but not built."""
     prediction_layers: Annotated[int, Field(exclude=True), SkipJsonSchema()] = 0
@@ -84,6 +86,18 @@ class Architecture(ApiModel):
     def is_mixture(self, layer: int) -> bool:
         """Whether layer number `layer` (from 0) has a mixture of experts."""
         return is_mixture(self.mixture, layer)
+
+    def window_of(self, layer: int) -> int:
+        """The sliding window of layer number `layer` (from 0). 0 if it attends to all keys."""
+        every = self.full_attention_every
+        return 0 if every and (layer + 1) % every == 0 else self.sliding_window
+
+    @property
+    def full_attention_layers(self) -> int:
+        """Number of layers without a sliding window."""
+        if not self.sliding_window:
+            return self.layers
+        return self.layers // self.full_attention_every if self.full_attention_every else 0
 
     def count_mixtures(self, first: int, last: int) -> int:
         """Number of layers with a mixture of experts, from layer `first` to `last - 1`."""

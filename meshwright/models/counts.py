@@ -84,18 +84,24 @@ def prediction_parameters(model: Architecture) -> int:
     return 2 * model.hidden_size**2 + layer_counts(model, model.mixture is not None).total + 3 * model.hidden_size
 
 
-def attended_keys(model: Architecture, sequence_length: int, *, causal: bool) -> float:
-    """Mean number of keys that a query of the sequence attends to."""
-    window = model.sliding_window
+def attended_keys(model: Architecture, sequence_length: int, *, causal: bool, layer: int | None = None) -> float:
+    """Mean number of keys that a query of the sequence attends to, in one layer, or over all if `layer` is None."""
+    window, full = model.sliding_window, (sequence_length + 1) / 2 if causal else float(sequence_length)
     if not window or window >= sequence_length:
-        return (sequence_length + 1) / 2 if causal else float(sequence_length)
-    return window - window * (window - 1) / (2 * sequence_length) if causal else float(window)
+        return full
+    if layer is not None and not model.window_of(layer):
+        return full
+    recent = window - window * (window - 1) / (2 * sequence_length) if causal else float(window)
+    return recent if layer is not None else recent + (full - recent) * model.full_attention_layers / model.layers
 
 
-def attention_flops(model: Architecture, sequence_length: int, *, causal: bool = False) -> float:
-    """FLOPs of one token's scores and weighted sum in one layer, forward."""
+def attention_flops(
+    model: Architecture, sequence_length: int, *, causal: bool = False, layer: int | None = None
+) -> float:
+    """FLOPs of one token's scores and weighted sum in one layer, forward: the mean of all if `layer` is None."""
     keyed = model.head_size + (model.latent.rope_size if model.latent else 0)
-    return 2.0 * model.heads * (keyed + model.value_size) * attended_keys(model, sequence_length, causal=causal)
+    keys = attended_keys(model, sequence_length, causal=causal, layer=layer)
+    return 2.0 * model.heads * (keyed + model.value_size) * keys
 
 
 def layer_flops(model: Architecture, mixture: bool, sequence_length: int, *, causal: bool = False) -> float:

@@ -96,6 +96,10 @@ class ModelFacts(Protocol):
         """Number of keys that a query attends to. All if it is 0 or left out."""
 
     @property
+    def full_attention_every(self) -> int | None:
+        """The last of every so many layers attends to all keys."""
+
+    @property
     def rope_scaling(self) -> RopeScalingSpec | None:
         """Rescaling of rotary frequencies."""
 

@@ -84,6 +84,11 @@ def _heads_have_even_widths(facts: Facts) -> bool:
     return hidden % (2 * heads) == 0
 
 
+def _full_layers_are_among_others(facts: Facts) -> bool:
+    m = _model(facts)
+    return not m.full_attention_every or bool(m.sliding_window)
+
+
 MODEL_FORM_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     Rule(
         "model.preset",
@@ -167,6 +172,13 @@ MODEL_RULES: tuple[Rule[Facts], ...] = (
         " || ((!has(self.model.positions) || self.model.positions == 0)"
         " && self.model.ropeScaling.highFrequencyFactor > self.model.ropeScaling.lowFrequencyFactor)",
         _scaling_is_possible,
+    ),
+    Rule(
+        "model.fullAttentionEvery",
+        "needs `model.slidingWindow`: without it, all layers attend to all keys",
+        "!has(self.model) || !has(self.model.fullAttentionEvery) || self.model.fullAttentionEvery == 0"
+        " || (has(self.model.slidingWindow) && self.model.slidingWindow > 0)",
+        _full_layers_are_among_others,
     ),
     Rule(
         "model.positions",

@@ -24,12 +24,12 @@ def layer_costs(
     Args:
         model: whose layer.
         length: of a sequence, in tokens.
-        layer: its number, from 0: dense layers and mixtures differ.
+        layer: its number, from 0: dense layers and mixtures differ, and those with a sliding window and without.
         recomputes: whether it is computed again before its backward pass.
         causal: whether attention skips what the mask hides.
     """
     matrices = 2.0 * layer_counts(model, model.is_mixture(layer)).matrices
-    attention = attention_flops(model, length, causal=causal)
+    attention = attention_flops(model, length, causal=causal, layer=layer)
     forward = matrices + attention
     return ActionCosts(forward, (forward if recomputes else 0.0) + matrices + 2.0 * attention, matrices)
 

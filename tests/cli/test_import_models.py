@@ -46,6 +46,7 @@ MODELS: dict[str, Architecture] = {
     "weights of experts as they are": replace(
         PRESETS["mixtral-8x7b"], mixture=mixture(renormalize=False, auxiliary_weight=0.01)
     ),
+    "windows": replace(PRESETS["mistral-7b"], full_attention_every=4),
     "no balancing": replace(PRESETS["mixtral-8x7b"], mixture=mixture(balancing=Balancing.NONE)),
     "losses": replace(
         PRESETS["mixtral-8x7b"],
@@ -95,15 +96,17 @@ def test_positions_that_megatron_rescales_in_another_way_are_rejected(model: Arc
 
 
 def test_a_window_is_read_if_all_layers_have_it() -> None:
-    def told(flags: str) -> tuple[Any, list[str]]:
+    def told(flags: str) -> tuple[Any, Any, list[str]]:
         found = read(f"{ARGUMENTS} --global-batch-size 16 --micro-batch-size 1 --train-iters 10 {flags}")
-        return found.spec["model"].get("slidingWindow"), found.without_equivalent
+        model = found.spec["model"]
+        return model.get("slidingWindow"), model.get("fullAttentionEvery"), found.without_equivalent
 
-    assert told("--window-size 127,0") == (128, [])
-    assert told("--window-size (127,0)") == (128, [])
-    assert told("--window-size -1,0") == (None, [])
-    window, without = told("--window-size 127,0 --window-attn-skip-freq 2")
-    assert window is None
+    assert told("--window-size 127,0") == (128, None, [])
+    assert told("--window-size (127,0)") == (128, None, [])
+    assert told("--window-size -1,0") == (None, None, [])
+    assert told("--window-size 127,0 --window-attn-skip-freq 2") == (128, 2, [])
+    *windows, without = told("--window-size 127,0 --window-attn-skip-freq [1,1,0]*2")
+    assert windows == [None, None]
     assert {"--window-size", "--window-attn-skip-freq"} <= set(without)
 
 

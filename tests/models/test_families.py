@@ -266,17 +266,41 @@ def test_a_window_is_that_of_all_layers(config: dict[str, Any], window: int) -> 
     assert architecture_from_config(config).sliding_window == window
 
 
+SOME = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("config", "every"),
+    [
+        ({**QWEN, "use_sliding_window": True, "layer_types": SOME * 12}, 2),
+        ({**QWEN, "use_sliding_window": True, "layer_types": (SOME[:1] * 5 + SOME[1:]) * 4}, 6),
+        ({**QWEN, "use_sliding_window": True, "layer_types": SOME[:1] * 24}, 0),
+        ({**MIXTRAL, "model_type": "ministral", "sliding_window": 8, "layer_types": SOME * 16}, 2),
+    ],
+)
+def test_the_last_of_every_so_many_layers_has_no_window(config: dict[str, Any], every: int) -> None:
+    model = architecture_from_config(config)
+    assert (model.sliding_window, model.full_attention_every) == (config["sliding_window"], every)
+    full = [layer for layer in range(model.layers) if not model.window_of(layer)]
+    assert model.full_attention_layers == len(full)
+    kinds = config["layer_types"]
+    assert full == [layer for layer in range(model.layers) if kinds[layer] == "full_attention"]
+    length = 100_000
+    by_layer = [attended_keys(model, length, causal=True, layer=layer) for layer in range(model.layers)]
+    assert attended_keys(model, length, causal=True) == pytest.approx(sum(by_layer) / model.layers)
+
+
 @pytest.mark.parametrize(
     "config",
     [
         {**QWEN, "use_sliding_window": True, "max_window_layers": 21},
-        {**QWEN, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"] * 12},
-        {**QWEN_MOE, "use_sliding_window": True},
-        {**MIXTRAL, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 16},
+        {**QWEN, "use_sliding_window": True, "layer_types": SOME[::-1] * 12},
+        {**QWEN_MOE, "use_sliding_window": True, "max_window_layers": 3},
+        {**MIXTRAL, "sliding_window": 8, "layer_types": SOME * 16},
     ],
 )
-def test_a_window_of_some_layers_is_rejected(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="layer_types`"):
+def test_a_window_of_other_layers_is_rejected(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="`layer_types`"):
         published_architecture(config)
 
 

@@ -58,6 +58,9 @@ PHI3: dict[str, Any] = {**MISTRAL, "model_type": "phi3", "sliding_window": None,
 _WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 QWEN2_WINDOW: dict[str, Any] = {**QWEN2, **_WINDOW}
 QWEN3_WINDOW: dict[str, Any] = {**QWEN3, **_WINDOW}
+_PATTERN = ["sliding_attention", "full_attention", "sliding_attention"]
+MINISTRAL: dict[str, Any] = {**MISTRAL, "model_type": "ministral", "layer_types": _PATTERN}
+QWEN3_PATTERN: dict[str, Any] = {**QWEN3_WINDOW, "layer_types": _PATTERN}
 DEEPSEEK: dict[str, Any] = {
     **{key: value for key, value in LLAMA.items() if key not in ("head_dim", "rope_scaling")},
     "model_type": "deepseek_v2",

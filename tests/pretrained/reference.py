@@ -35,7 +35,7 @@ def llama(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> tor
             q, k = _rms(q, w["self_attn.q_norm.weight"], eps), _rms(k, w["self_attn.k_norm.weight"], eps)
         q, k = q * cos + _half(q) * sin, k * cos + _half(k) * sin
         k, v = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v))
-        x = x + F.linear(_attend(q, k, v, _window(config)), w["self_attn.o_proj.weight"])
+        x = x + F.linear(_attend(q, k, v, _window(config, layer)), w["self_attn.o_proj.weight"])
         h = _rms(x, w["post_attention_layernorm.weight"], eps)
         if "num_local_experts" in config:
             x = x + _mixtral(h, w, config)
@@ -59,7 +59,9 @@ def _apart(w: Weights, queries: int, keys: int) -> Weights:
     return {**attention, "mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
 
 
-def _window(config: dict[str, Any]) -> int:
+def _window(config: dict[str, Any], layer: int) -> int:
+    if config.get("layer_types", ["sliding_attention"] * (layer + 1))[layer] != "sliding_attention":
+        return 0
     return int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
 
 

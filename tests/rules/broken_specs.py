@@ -234,6 +234,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ),
     ("training.activationCheckpointing", {**SELECTIVE, **mixture(), "parallelism.tensor": 1}),
     ("training.activationCheckpointing", {**SELECTIVE, "parallelism.tensor": 1, "model.slidingWindow": 3}),
+    ("model.fullAttentionEvery", {"model.fullAttentionEvery": 2}),
+    ("model.fullAttentionEvery", {"model.fullAttentionEvery": 2, "model.slidingWindow": 0}),
     (
         "training.activationCheckpointing",
         {**SELECTIVE, "parallelism.tensor": 1, "training.fp8": {"update": "Delayed"}},

@@ -71,6 +71,8 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"training.parameterOffload": True, "parallelism.zeroStage": 3, "replicas": 1}),
     (GOOD, {"parallelism.tensor": 1, **SELECTIVE}),
     (GOOD, {"parallelism.tensor": 1, **SELECTIVE, "model.slidingWindow": 0}),
+    (GOOD, {"model.fullAttentionEvery": 2, "model.slidingWindow": 8}),
+    (GOOD, {"model.fullAttentionEvery": 0}),
     (GOOD, {"parallelism.tensor": 1, **SELECTIVE, "model.slidingWindow": 1048576}),
     (GOOD, {"parallelism.tensor": None, "parallelism.pipeline": None, **SELECTIVE}),
     (GOOD, {"training.outer": {"method": "FedAvg"}, "data": {"source": "Files", "claimName": "c"}}),

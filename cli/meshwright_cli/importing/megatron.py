@@ -266,20 +266,21 @@ def _model(found: Settings, tensor: int, notes: list[str]) -> dict[str, Any]:
         "ropeTheta": None if learned else found.integer("rotary-base"),
         "ropeScaling": None if learned else _rope_scaling(found, latent is not None),
         "tieEmbeddings": not found.flag("untie-embeddings-and-output-weights"),
-        "slidingWindow": _sliding_window(found),
+        **_sliding_window(found),
         "mixture": _mixture(found, intermediate, notes),
     }
 
 
-def _sliding_window(found: Settings) -> int | None:
-    """Number of keys that a token attends to, of `--window-size BEFORE,AFTER`. None for all."""
+def _sliding_window(found: Settings) -> dict[str, Any]:
+    """Number of keys that a token attends to, of `--window-size BEFORE,AFTER`, and the layers that attend to all."""
     sizes = re.findall(r"-?\d+", str(found.get("window-size", "")))
+    every = str(found.get("window-attn-skip-freq", 0))
     if not sizes or int(sizes[0]) < 0:
-        return None
-    if found.get("window-attn-skip-freq") is not None:
-        found.read -= {"window-size", "window-attn-skip-freq"}  # only some layers have the window
-        return None
-    return int(sizes[0]) + 1
+        return {}
+    if not every.isdecimal():  # a list of layers
+        found.read -= {"window-size", "window-attn-skip-freq"}
+        return {}
+    return {"slidingWindow": int(sizes[0]) + 1, "fullAttentionEvery": int(every) or None}
 
 
 def _latent(found: Settings) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Reads and writes the configurations of Llama and models of its shape: Mistral, Mixtral, Phi-3, Qwen2 and Qwen3."""
+"""Reads and writes the configurations of Llama and models of its shape: Mistral's, Mixtral, Phi-3, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.models.huggingface.model_type import (
 def _read(
     fields: ConfigFields,
     *,
-    window: Callable[[ConfigFields], int],
+    window: Callable[[ConfigFields], dict[str, int]],
     mixture: Callable[[ConfigFields], MixtureSpec] | None = None,
     **traits: bool,
 ) -> Architecture:
@@ -31,7 +31,7 @@ def _read(
 
     Args:
         fields: the configuration's fields.
-        window: reads the window that all layers have, 0 for none.
+        window: reads the sliding window, and which layers have none, as fields of an Architecture.
         mixture: reads the mixture of experts.
         traits: fields of the Architecture that only the model type determines.
     """
@@ -44,50 +44,71 @@ def _read(
         **traits,
         kv_heads=fields.number("num_key_value_heads", heads),
         head_size=fields.number("head_dim", 0) or numbers["hidden_size"] // max(1, heads),
-        sliding_window=window(fields),
+        **window(fields),
         mixture=None if mixture is None else mixture(fields),
     )
 
 
-def _window(fields: ConfigFields) -> int:
-    """The window of all layers: of Mistral and Mixtral."""
-    window = fields.number("sliding_window", 0)
-    if window and any(kind != "sliding_attention" for kind in fields.listed("layer_types")):
-        raise _partial_window(window)
-    return window
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-def _switched_window(fields: ConfigFields) -> int:
+def _no_window(_: ConfigFields) -> dict[str, int]:
+    return {}
+
+
+def _window(fields: ConfigFields) -> dict[str, int]:
+    """The window of Mistral, Mixtral and Phi-3: in all layers, whatever `layer_types` says."""
+    found = _window_of_listed_layers(fields)
+    if found.get("full_attention_every"):
+        raise ConfigError("`layer_types` that differ are not supported for this model type: use `ministral`")
+    return found
+
+
+def _window_of_listed_layers(fields: ConfigFields) -> dict[str, int]:
+    """The window of Ministral: in layers that `layer_types` lists, or in all."""
+    return _windows(fields, [_SLIDING] * fields.number("num_hidden_layers"))
+
+
+def _switched_window(fields: ConfigFields) -> dict[str, int]:
     """The window of all layers, if it is switched on: of Qwen3's mixtures."""
-    return _window(fields) if fields.flag("use_sliding_window", False) else 0
+    return _window(fields) if fields.flag("use_sliding_window", False) else {}
 
 
-def _window_of_later_layers(fields: ConfigFields) -> int:
+def _window_of_later_layers(fields: ConfigFields) -> dict[str, int]:
     """The window of Qwen2 and Qwen3: in layers from `max_window_layers` on, or in those that `layer_types` lists."""
-    window = fields.number("sliding_window", 0) if fields.flag("use_sliding_window", False) else 0
+    if not fields.flag("use_sliding_window", False):
+        return {}
     layers, first = fields.number("num_hidden_layers"), fields.number("max_window_layers", 28)
-    sliding, full = "sliding_attention", "full_attention"
-    kinds = fields.listed("layer_types") or [sliding if layer >= first else full for layer in range(layers)]
-    if not window or all(kind == full for kind in kinds):
-        return 0
-    if any(kind != sliding for kind in kinds):
-        raise _partial_window(window)
-    return window
+    return _windows(fields, [_SLIDING if layer >= first else _FULL for layer in range(layers)])
 
 
-def _window_of_every_other_layer(fields: ConfigFields) -> int:
+def _window_of_every_other_layer(fields: ConfigFields) -> dict[str, int]:
     """The window of Qwen2's mixtures."""
-    window = fields.number("sliding_window", 0) if fields.flag("use_sliding_window", False) else 0
-    if window:
-        raise _partial_window(window)
-    return 0
+    if not fields.flag("use_sliding_window", False):
+        return {}
+    layers, last = fields.number("num_hidden_layers"), fields.number("max_window_layers", 28)
+    return _windows(fields, [_SLIDING if layer < last and layer % 2 == 0 else _FULL for layer in range(layers)])
 
 
-def _partial_window(window: int) -> ConfigError:
-    return ConfigError(
-        f"a sliding window (`sliding_window: {window}`) in only some layers (`max_window_layers`, `layer_types`) is "
-        "not supported: set `use_sliding_window` to false, or `sliding_window` to null, if no sequence is longer"
-    )
+def _windows(fields: ConfigFields, default: list[str]) -> dict[str, int]:
+    """Return the window, and which layers have none, as fields of an Architecture.
+
+    Args:
+        fields: the configuration's fields.
+        default: kinds of the layers if `layer_types` does not list them.
+    """
+    window, kinds = fields.number("sliding_window", 0), fields.listed("layer_types") or default
+    if not window or _SLIDING not in kinds:
+        return {}
+    every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
+    regular = [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(len(default))]
+    if kinds != regular:
+        raise ConfigError(
+            f"a sliding window (`sliding_window: {window}`) in these layers (`max_window_layers`, `layer_types`) is "
+            "not supported, only in all, or in all but the last of every so many: set `use_sliding_window` to false, "
+            "or `sliding_window` to null, if no sequence is longer"
+        )
+    return {"sliding_window": window, "full_attention_every": every}
 
 
 def _mixtral(fields: ConfigFields) -> MixtureSpec:
@@ -143,7 +164,17 @@ def _write_switched(model: Architecture) -> dict[str, Any]:
     if not model.sliding_window:
         return _write(model)
     window = {"use_sliding_window": True, "sliding_window": model.sliding_window, "max_window_layers": 0}
-    return {**_write(model), **window}
+    return {**_write(model), **window, **_layer_types(model)}
+
+
+def _write_ministral(model: Architecture) -> dict[str, Any]:
+    return {**_write_mistral(model), **_layer_types(model)}
+
+
+def _layer_types(model: Architecture) -> dict[str, Any]:
+    if not model.full_attention_every:
+        return {}
+    return {"layer_types": [_SLIDING if model.window_of(layer) else _FULL for layer in range(model.layers)]}
 
 
 def _write_mixtral(model: Architecture) -> dict[str, Any]:
@@ -164,7 +195,8 @@ def _write_mixtral(model: Architecture) -> dict[str, Any]:
 
 
 def _write_qwen(model: Architecture) -> dict[str, Any]:
-    numbers, mixture = _write_switched(model), _mixture_of(model)
+    numbers, mixture = {**_write_switched(model)}, _mixture_of(model)
+    numbers.pop("layer_types", None)  # this model type has the window in all layers
     check_mixture_fields(mixture, "Qwen3", {"experts", "per_token", "intermediate_size", "every", "renormalize"})
     return {
         **numbers,
@@ -183,12 +215,19 @@ def _mixture_of(model: Architecture) -> MixtureSpec:
     return model.mixture
 
 
-LLAMA = ModelType("llama", "LlamaForCausalLM", partial(_read, window=lambda _: 0), _write)
+LLAMA = ModelType("llama", "LlamaForCausalLM", partial(_read, window=_no_window), _write)
 MISTRAL = ModelType(
     "mistral",
     "MistralForCausalLM",
     partial(_read, window=_window),
     _write_mistral,
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+)
+MINISTRAL = ModelType(
+    "ministral",
+    "MinistralForCausalLM",
+    partial(_read, window=_window_of_listed_layers),
+    _write_ministral,
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
 )
 MIXTRAL = ModelType(

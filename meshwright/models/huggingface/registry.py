@@ -14,6 +14,7 @@ from meshwright.models.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from meshwright.models.huggingface.gpt2 import GPT2
 from meshwright.models.huggingface.llama import (
     LLAMA,
+    MINISTRAL,
     MISTRAL,
     MIXTRAL,
     PHI3,
@@ -28,7 +29,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         each.name: each
         for each in (
-            GPT2, LLAMA, MISTRAL, MIXTRAL, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3,
+            GPT2, LLAMA, MISTRAL, MINISTRAL, MIXTRAL, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE,
+            DEEPSEEK_V2, DEEPSEEK_V3,
         )
     }
 )  # fmt: skip
@@ -45,7 +47,9 @@ def model_type_of(model: Architecture) -> ModelType:
         return QWEN3_MOE if model.query_key_norms else MIXTRAL
     if model.query_key_norms or model.attention_biases:
         return QWEN3 if model.query_key_norms else QWEN2
-    return MISTRAL if model.sliding_window else LLAMA
+    if not model.sliding_window:
+        return LLAMA
+    return MINISTRAL if model.full_attention_every else MISTRAL
 
 
 def config_from_architecture(
@@ -76,4 +80,6 @@ def config_from_architecture(
     names, written = {"model_type": model_type.name, "architectures": [model_type.model_class]}, model_type.write(model)
     if model.sliding_window and not written.get("sliding_window"):
         raise ConfigError(f"`model_type` {model_type.name!r}, which has this shape otherwise, has no `slidingWindow`")
+    if model.sliding_window and model.full_attention_every and "layer_types" not in written:
+        raise ConfigError(f"`model_type` {model_type.name!r}, the most similar, has no `fullAttentionEvery`")
     return {**names, **written, **length_field}

@@ -247,7 +247,8 @@ def _attention_core_seconds(shape: LayerShape, gpu: Accelerator, runtime: Framew
         half = gpu.peak(shape.precision)
         if shape.causal and shape.context > 1 and not (runtime.balances_context and shape.balanced):
             busiest = 2.0 * shape.context / (shape.context + 1)
-            flops *= min(busiest, model.sliding_window / keys_attended) if model.sliding_window else busiest
+            slides = model.sliding_window > 0 and not model.full_attention_layers
+            flops *= min(busiest, model.sliding_window / keys_attended) if slides else busiest
         forward = flops / (half * gpu.sustained * flash_part((key_size + model.value_size) / 2.0, runtime))
         return forward, 2.5 * forward
     scores = shape.tokens * heads * shape.sequence

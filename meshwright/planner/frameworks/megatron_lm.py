@@ -168,8 +168,7 @@ def _model(model: Architecture) -> Iterator[str]:
         yield "--add-qkv-bias"
     if model.query_key_norms or model.latent is not None:  # there it means the norms of the latents
         yield "--qk-layernorm"
-    if model.sliding_window:
-        yield from ("--window-size", f"{model.sliding_window - 1},0")  # keys before a token's own, and after it
+    yield from _windows(model)
     if not model.tie_embeddings:
         yield "--untie-embeddings-and-output-weights"
     if model.positions:
@@ -179,6 +178,14 @@ def _model(model: Architecture) -> Iterator[str]:
     if model.rope_scaling is not None and model.latent is None:
         yield from ("--use-rope-scaling", "--rope-scaling-factor", number(model.rope_scaling.factor))
     yield from _mixture(model)
+
+
+def _windows(model: Architecture) -> Iterator[str]:
+    if not model.sliding_window:
+        return
+    yield from ("--window-size", f"{model.sliding_window - 1},0")  # keys before a token's own, and after it
+    if model.full_attention_every:
+        yield from ("--window-attn-skip-freq", str(model.full_attention_every))
 
 
 def _data(model: Architecture) -> Iterator[str]:

@@ -76,6 +76,8 @@ CASES += [
 CASES += [
     Case("sliding window", layout, _WINDOW | common, smoke=smoke)
     for layout, common, smoke in (
+        ({"pipeline": 2, "context": 2}, {"full_attention_every": 2, "layers": 4}, True),
+        ({"tensor": 2, "data": 2, "zero": 3}, {"full_attention_every": 2} | _PACKED, False),
         ({"tensor": 2, "data": 2, "zero": 3}, {}, False),
         ({"pipeline": 2, "parallelism": {"rematerialize": True}}, LATENT, False),
         ({"data": 2}, {"training": {"attention_dropout": 0.2}}, True),

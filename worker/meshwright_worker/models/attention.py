@@ -99,7 +99,7 @@ class Attention(nn.Module):
 
     products: Products
 
-    def __init__(self, model: Architecture, rotary: RotaryEmbedding | None) -> None:
+    def __init__(self, model: Architecture, rotary: RotaryEmbedding | None, layer: int = 0) -> None:
         super().__init__()
         biased = model.biases or model.attention_biases
         self.head_size = model.head_size
@@ -111,7 +111,7 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(model.head_size, model.norm_epsilon) if model.query_key_norms else None
         self.key_norm = RMSNorm(model.head_size, model.norm_epsilon) if model.query_key_norms else None
         self.rotary = rotary
-        self.core = AttentionCore(scale=model.score_scale, window=model.sliding_window)
+        self.core = AttentionCore(scale=model.score_scale, window=model.window_of(layer))
         self.products = multiply_separately
 
     def forward(self, x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
@@ -136,7 +136,7 @@ class LatentAttention(nn.Module):
 
     products: Products
 
-    def __init__(self, model: Architecture, rotary: RotaryEmbedding | None) -> None:
+    def __init__(self, model: Architecture, rotary: RotaryEmbedding | None, layer: int = 0) -> None:
         super().__init__()
         latent = model.latent
         if latent is None:
@@ -153,7 +153,7 @@ class LatentAttention(nn.Module):
         self.kv = Linear(latent.kv_rank, model.heads * (model.head_size + model.value_size))
         self.output = Linear(model.heads * model.value_size, model.hidden_size)
         self.rotary = rotary
-        self.core = AttentionCore(scale=model.score_scale, window=model.sliding_window)
+        self.core = AttentionCore(scale=model.score_scale, window=model.window_of(layer))
         self.products = multiply_separately
 
     def forward(self, x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:

@@ -23,12 +23,13 @@ from meshwright_worker.models.rotary import RotaryEmbedding
 class Block(nn.Module):
     """A pre-norm residual block."""
 
-    def __init__(self, model: Architecture, rotary: RotaryEmbedding | None, feed_forward: nn.Module) -> None:
+    def __init__(self, model: Architecture, rotary: RotaryEmbedding | None, layer: int) -> None:
         super().__init__()
         self.attention_norm = build_norm(model)
-        self.attention = Attention(model, rotary) if model.latent is None else LatentAttention(model, rotary)
+        kind = Attention if model.latent is None else LatentAttention
+        self.attention = kind(model, rotary, layer)
         self.feed_forward_norm = build_norm(model)
-        self.feed_forward = feed_forward
+        self.feed_forward = build_feed_forward(model, layer)
         self.attention_dropout: nn.Module = NoDropout()
         self.feed_forward_dropout: nn.Module = NoDropout()
 
@@ -87,9 +88,7 @@ class DecoderStage(nn.Module):
             self.embedding_dropout: nn.Module = NoDropout()
             self.positions = PositionEmbedding(model.positions, model.hidden_size) if model.positions else None
         layer_indices = split_layers(model.layers, stages)[stage] if layer_indices is None else layer_indices
-        self.layers = nn.ModuleDict(
-            {str(index): Block(model, rotary, build_feed_forward(model, index)) for index in layer_indices}
-        )
+        self.layers = nn.ModuleDict({str(index): Block(model, rotary, index) for index in layer_indices})
         if self.is_last:
             self.norm = build_norm(model)
             self.output = Linear(model.hidden_size, model.vocab_size)
