@@ -48,6 +48,8 @@ class PodState(StrEnum):
 
 LOST_WITH_POD = frozenset({PodState.MISSING, PodState.DISRUPTED, PodState.LOST})
 """States that do not matter to a worker that has completed the run."""
+GONE = LOST_WITH_POD | {PodState.ENDING}
+"""States of a worker that is lost, or will be."""
 ENDED = frozenset({PodState.MISSING, PodState.SUCCEEDED, PodState.CRASHED, PodState.DISRUPTED, PodState.LOST})
 LIVE = frozenset({PodState.PENDING, PodState.RUNNING})
 

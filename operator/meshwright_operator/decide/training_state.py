@@ -10,7 +10,7 @@ from meshwright.api import conditions as names
 from meshwright.api.conditions import find
 from meshwright.api.spec import CordonedNodes
 from meshwright.api.status import ParallelTrainingJobStatus
-from meshwright.protocol.run_config import CommandRun, NativeRun
+from meshwright.protocol.run_config import CommandRun
 from meshwright.rules.recovery_times import MIN_TIMEOUT_SECONDS
 from meshwright_operator.decide import (
     gang_actions,
@@ -152,6 +152,5 @@ def _move_off_draining_nodes(decision: Decision) -> None:
 
 
 def _run_ends(observed: Observed) -> bool:
-    """Whether only pods have to exit. Ranks of the built-in runtime complete the run together."""
-    together = isinstance(observed.run, NativeRun) and any(worker.completed for worker in observed.workers)
-    return together or lifecycle.all_completed(observed)
+    """Whether only pods have to exit."""
+    return lifecycle.run_ends(observed) or lifecycle.all_completed(observed)
