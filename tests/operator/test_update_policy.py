@@ -6,13 +6,13 @@ import copy
 from typing import Any
 
 from tests.operator.support import JOBS
-from tests.operator.test_elastic import FOREVER, edit, events, pods
+from tests.operator.test_elastic import FOREVER, edit, events, pods, set_ready
 from tests.operator.test_settling import submitted
 from tests.operator.world import World
 
 
-async def training(seed: int, **spec: Any) -> World:
-    world = World(seed, nodes=3, work=FOREVER)
+async def training(seed: int, nodes: int = 3, **spec: Any) -> World:
+    world = World(seed, nodes=nodes, work=FOREVER)
     body = submitted("job", 2)
     body["spec"] |= {"checkpoint": {"claimName": "shared"}, **spec}
     world.submit(body)
@@ -55,6 +55,26 @@ async def test_an_edit_waits_for_the_next_checkpoint() -> None:
     await world.run(60)
     assert images(world) == {"two"}
     assert world.true("job", "Ready")
+    assert "waitingEdit" not in world.status("job")
+
+
+async def test_an_edit_that_does_not_fit_at_its_checkpoint_waits_for_nodes_and_not_for_another_checkpoint() -> None:
+    world = await training(8, nodes=4, updatePolicy="AtCheckpoint")
+    set_ready(world, "n3", False)
+    save(world, 10)
+    edit(world, "job", replicas=4)
+    await world.run(10)
+    waiting = world.status("job")["waitingEdit"]
+    save(world, 20)
+    await world.run(40)
+    assert world.condition("job", "Ready")["reason"] == "EditDoesNotFit"
+    assert world.status("job")["waitingEdit"] == {**waiting, "waitsFor": "Nodes"}
+    assert world.status("job")["mesh"]["generation"] == 1
+    assert len(events(world, "job", "EditDoesNotFit")) == 1
+    set_ready(world, "n3", True)
+    await world.run(60)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert len(pods(world, "job")) == 4
     assert "waitingEdit" not in world.status("job")
 
 

@@ -13,6 +13,7 @@ from meshwright_operator.timestamps import format_time
 
 EDIT_WAITS = "EditWaits"
 CHECKPOINT = "Checkpoint"
+NODES = "Nodes"
 RESTART = "Restart"
 
 
@@ -36,6 +37,18 @@ def waiting_edit(running: Observed, edited: Observed) -> WaitingEditStatus | Non
     if waits_for == CHECKPOINT and step != before.checkpoint_step:
         return None
     return before.model_copy(update={"waits_for": waits_for})
+
+
+def has_waited(running: Observed, edited: Observed) -> WaitingEditStatus | None:
+    """The edit whose checkpoint is complete, while it does not fit: it takes effect once it does, without another one.
+
+    Its restart repeats no step: the ranks save a checkpoint when they stop.
+    """
+    before = running.status.waiting_edit
+    waits = edited.spec.update_policy is UpdatePolicy.AT_CHECKPOINT
+    if not waits or before is None or before.revision != edited.revision:
+        return None
+    return before.model_copy(update={"waits_for": NODES})
 
 
 def edit_waits(waiting: WaitingEditStatus) -> BlockedEdit:
