@@ -139,7 +139,9 @@ def _move_off_draining_nodes(decision: Decision) -> None:
         return
     if _run_ends(observed):
         return  # workers that have completed the run cannot join another mesh
-    if observed.elastic is not None:
+    more = len(draining) * observed.plan.gpus_per_worker
+    beside = observed.max_gpus is None or observed.plan.layout.world_size + more <= observed.max_gpus
+    if observed.elastic is not None and (beside or observed.joining):
         resize.move_beside(decision, draining)
         decision.requeue_within(MOVE_RETRY_SECONDS)
         return
