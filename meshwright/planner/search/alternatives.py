@@ -127,6 +127,8 @@ def _why_impossible(request: SearchRequest, strategy: Strategy) -> str:
         return f"has more stages than {model.layers} layers"
     if strategy.micro_batches < strategy.pipeline:
         return f"leaves {strategy.micro_batches} micro-batches for {strategy.pipeline} stages"
+    if outside := request.outside_elastic(strategy):
+        return outside
     if not request.techniques.allow(request.work, strategy):
         return "is a combination that the runtime does not execute"
     return ""

@@ -45,7 +45,7 @@ def closest_layout(request: SearchRequest) -> FittingLayout | None:
     for narrowed in (one for tier in request_tiers(request) for one in tier):
         for layout in layouts(narrowed):
             for strategy in least_memory_strategies(narrowed, layout):
-                if not request.techniques.allow(request.work, strategy):
+                if not request.allows(strategy):
                     continue
                 memory = worst_stage(request.work, strategy, request.runtime)
                 if smallest is None or memory.total < smallest.memory.total:

@@ -180,7 +180,7 @@ def _against_half(request: SearchRequest, used: Strategy, name: str, label: str,
     degree = getattr(used, name)
     half = degree // 2
     other = traded_for_data(used, name, degree, half)
-    if other is None or (name != "pipeline" and not request.techniques.allow(request.work, other)):
+    if other is None or (name != "pipeline" and not request.allows(other)):
         return f"no layout with {label} {half} and as many GPUs divides the batch, or other fields do not allow it"
     stages = [stage for stage in stages_to_try(request, other.layout, other.schedule) if stage is not None]
     variants = [replace(other, zero_stage=stage) for stage in stages] or [other]
