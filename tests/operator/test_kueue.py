@@ -716,10 +716,25 @@ async def test_a_job_runs_with_no_smaller_quota_than_it_needs(count: int, gpus: 
     found.cluster.put(f"{WORKLOADS}/sent-by-manager", sent_workload(count, gpus))
     found.submit(body)
     await found.run(180, 5)
-    found.admit("sent", 2)
-    await found.run(60, 5)
     assert text in found.condition("sent", "Ready")["message"]
     assert not found.pods()
+    assert "ownerReferences" not in found.cluster.objects[f"{WORKLOADS}/sent-by-manager"]["metadata"]
+
+
+async def test_a_job_takes_no_workload_that_came_with_another_job() -> None:
+    """MultiKueue copies the labels of the Workload that the operator of the manager cluster has made."""
+    found = world()
+    sent = sent_workload(2, 2)
+    sent["metadata"]["labels"] = {labels.LABEL_JOB: "sent"}
+    found.cluster.put(f"{WORKLOADS}/sent-by-manager", sent)
+    for name in ("thief", "sent"):
+        body = queued(name, 2)
+        body["metadata"]["annotations"] = {labels.KUEUE_PREBUILT: "sent-by-manager"}
+        found.submit(body)
+        await found.run(30)
+    text = "Workload sent-by-manager came with job sent, and not with this one"
+    assert text in found.condition("thief", "Ready")["message"]
+    assert found.workload("sent")["metadata"]["ownerReferences"][0]["name"] == "sent"
 
 
 async def test_a_workload_of_somebody_else_with_the_jobs_name_for_it_is_named() -> None:
