@@ -707,7 +707,7 @@ def sent_workload(count: int, gpus: int) -> KubeObject:
 
 @pytest.mark.parametrize(
     ("count", "gpus", "text"),
-    [(1, 2, "asks for 1 pods, and the job needs 2"), (2, 0, "asks for 0 GPUs per pod, and the job needs 2")],
+    [(1, 2, "asks for 1 pod, and the job needs 2"), (2, 0, "asks for 0 GPUs per pod, and the job needs 2")],
 )
 async def test_a_job_runs_with_no_smaller_quota_than_it_needs(count: int, gpus: int, text: str) -> None:
     found = world()

@@ -41,6 +41,7 @@ from meshwright_operator.queues.workload_manifest import (
     spec_of,
     workload,
 )
+from meshwright_operator.text import counted
 from meshwright_operator.timestamps import utc_now
 
 FLAVOR_SECONDS = 60.0
@@ -440,14 +441,14 @@ def _shortage(found: KubeObject, demand: Demand) -> str:
     pods = state.pod_set_of(found)
     count, needed = int(pods.get("count") or 0), demand.workers if demand.least is None else demand.least
     if count < needed:
-        return f"asks for {count} pods, and the job needs {needed}"
+        return f"asks for {counted(count, 'pod')}, and the job needs {needed}"
     workers = demand.spec.workers
     try:
         gpus = pod_request({"spec": (pods.get("template") or {}).get("spec") or {}}, workers.gpu_resource).gpus
     except MALFORMED:
         gpus = 0
     if gpus < workers.gpus_per_worker and not workers.resource_claims:
-        return f"asks for {gpus} GPUs per pod, and the job needs {workers.gpus_per_worker}"
+        return f"asks for {counted(gpus, 'GPU')} per pod, and the job needs {workers.gpus_per_worker}"
     return ""
 
 
