@@ -290,12 +290,12 @@ def _parsed(job: KubeObject, cache: Cache) -> ParallelTrainingJobSpec:
 def _observe_edit(observation: _Observation, running: RunningSpec, requested: ParallelTrainingJobSpec) -> Observed:
     """A started job whose edit needs a restart: with the edit, or with its applied spec if the edit is not valid."""
     as_running = observation.with_spec(with_live_fields(running.spec, requested), running.revision)
-    if not as_running.mesh.pending_cause and lifecycle.all_completed(as_running):
-        return as_running  # as after the end, which comes when its pods have exited
     forbidden = check_edit(running.spec, requested) if _has_trained(running.spec, observation) else []
     if forbidden:
         text = "; ".join(f"spec.{p.field}: {p.message}" for p in forbidden)
         return replace(as_running, blocked_edit=BlockedEdit("ImmutableField", text, retryable=False))
+    if not as_running.mesh.pending_cause and lifecycle.all_completed(as_running):
+        return as_running  # as after the end, which comes when its pods have exited
     try:
         edited = replace(observation.with_spec(requested, revision_of(requested)), fallback=as_running)
         waiting = waiting_edit(as_running, edited)
