@@ -35,6 +35,7 @@ from meshwright_operator.timestamps import format_time
 from tests.operator.builders import NOW, observed, spec
 from tests.operator.memory import MemoryCluster
 from tests.operator.support import JOBS, node, until
+from tests.operator.test_drains import cordon
 from tests.operator.test_elastic import edit
 from tests.operator.test_gang_races import small
 from tests.operator.world import Operator, World
@@ -368,6 +369,25 @@ async def test_a_job_that_gets_a_profile_asks_for_its_containers_too() -> None:
     found.admit("job", 2)
     await found.run(30)
     assert found.true("job", "Ready")
+
+
+async def test_an_elastic_job_leaves_a_draining_node_with_no_more_pods_than_were_admitted() -> None:
+    found = world()
+    found.submit(queued("job", 2, elastic={}, checkpoint={"claimName": "shared"}))
+    await found.run(10)
+    found.admit("job", 2)
+    await found.run(30)
+    assert found.true("job", "Ready")
+    leaving = found.pods("job")[0].node
+    cordon(found, leaving, cordoned=True)
+    held = 0
+    for _ in range(90):
+        await found.run(1)
+        held = max(held, sum(not pod.terminal for pod in found.pods("job")))
+    assert held == 2
+    assert leaving not in {pod.node for pod in found.pods("job")}
+    assert found.true("job", "Ready"), found.condition("job", "Ready")
+    assert found.status("job")["replicas"] == 2
 
 
 async def test_an_elastic_job_runs_with_the_workers_that_were_admitted() -> None:

@@ -6,6 +6,8 @@ a user's command reports no steps, so each of its agents must report.
 
 from __future__ import annotations
 
+import sys
+
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find
 from meshwright.api.spec import CordonedNodes
@@ -19,6 +21,7 @@ from meshwright_operator.decide import (
     mesh_generation,
     progress,
     resize,
+    sizing,
     slow_ranks,
     start_work,
 )
@@ -139,8 +142,7 @@ def _move_off_draining_nodes(decision: Decision) -> None:
         return
     if _run_ends(observed):
         return  # workers that have completed the run cannot join another mesh
-    more = len(draining) * observed.plan.gpus_per_worker
-    beside = observed.max_gpus is None or observed.plan.layout.world_size + more <= observed.max_gpus
+    beside = observed.elastic is not None and _has_room_beside(observed, len(draining))
     if observed.elastic is not None and (beside or observed.joining):
         resize.move_beside(decision, draining)
         decision.requeue_within(MOVE_RETRY_SECONDS)
@@ -151,6 +153,17 @@ def _move_off_draining_nodes(decision: Decision) -> None:
         return
     decision.move = gang_actions.Place(draining, {w.index: w.node for w in observed.workers if w not in draining})
     decision.requeue_within(MOVE_RETRY_SECONDS)
+
+
+def _has_room_beside(observed: Observed, workers: int) -> bool:
+    """Whether policy and queue let an elastic job hold more workers for as long as these start."""
+    each, admission = observed.plan.gpus_per_worker, observed.admission
+    limits = [observed.max_gpus] if observed.max_gpus is not None else []
+    if admission is not None:
+        per_replica = observed.plan.layout.world_size // observed.plan.layout.data
+        admitted = admission.workers * each if admission.workers is not None else sizing.wanted(observed) * per_replica
+        limits.append(admitted)
+    return observed.plan.layout.world_size + workers * each <= min(limits, default=sys.maxsize)
 
 
 def _run_ends(observed: Observed) -> bool:
