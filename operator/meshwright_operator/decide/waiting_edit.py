@@ -1,12 +1,16 @@
 """Edits that wait because of `spec.updatePolicy`: for the next checkpoint, or for a restart with another cause.
 
-Only an edit that would interrupt ranks waits. Without a running generation it takes effect at once.
+Only an edit that would interrupt ranks waits. Without a running generation it takes effect at once, unless ranks hold
+their state: to restart them would cost the steps since the last checkpoint, which a recovery in memory keeps.
 """
 
 from __future__ import annotations
 
+from meshwright.api import conditions as names
+from meshwright.api.conditions import is_true
 from meshwright.api.spec import UpdatePolicy
 from meshwright.api.status import WaitingEditStatus
+from meshwright_operator.decide import in_memory
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time
@@ -25,7 +29,7 @@ def waiting_edit(running: Observed, edited: Observed) -> WaitingEditStatus | Non
         edited: The job with the edit.
     """
     policy, mesh = edited.spec.update_policy, running.mesh
-    trains = mesh.generation > 0 and not mesh.pending_cause
+    trains = mesh.generation > 0 and (not mesh.pending_cause or _recovers_in_memory(running))
     if policy is UpdatePolicy.NOW or not trains or edited.spec.suspend:
         return None
     waits_for = CHECKPOINT if policy is UpdatePolicy.AT_CHECKPOINT else RESTART
@@ -37,6 +41,12 @@ def waiting_edit(running: Observed, edited: Observed) -> WaitingEditStatus | Non
     if waits_for == CHECKPOINT and step != before.checkpoint_step:
         return None
     return before.model_copy(update={"waits_for": waits_for})
+
+
+def _recovers_in_memory(running: Observed) -> bool:
+    """Whether ranks hold their state for the next generation. If that waits for nodes, the edit may be what helps."""
+    held = bool(running.mesh.in_memory) and in_memory.goes_on(running, running.mesh.pending_cause)
+    return held and is_true(running.status.conditions, names.PLACED)
 
 
 def has_waited(running: Observed, edited: Observed) -> WaitingEditStatus | None:
