@@ -45,8 +45,8 @@ def waiting_edit(running: Observed, edited: Observed) -> WaitingEditStatus | Non
 
 def _recovers_in_memory(running: Observed) -> bool:
     """Whether ranks hold their state for the next generation. If that waits for nodes, the edit may be what helps."""
-    held = bool(running.mesh.in_memory) and in_memory.goes_on(running, running.mesh.pending_cause)
-    return held and is_true(running.status.conditions, names.PLACED)
+    mesh, held = running.mesh, bool(running.mesh.in_memory and running.spec.recovery.in_memory)
+    return held and in_memory.goes_on(running, mesh.pending_cause) and is_true(running.status.conditions, names.PLACED)
 
 
 def has_waited(running: Observed, edited: Observed) -> WaitingEditStatus | None:
