@@ -22,3 +22,9 @@ def format_decimal_bytes(count: float) -> str:
     while float(f"{count:.3g}") >= _STEP and unit < len(_UNITS) - 1:
         count, unit = count / _STEP, unit + 1
     return f"{format_number(count)} {_UNITS[unit]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1 pod`, `2 pods`, `2 micro-batches`."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else ending}"

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshwright.figures import counted
+
 
 class Coordinates(NamedTuple):
     """Where a rank sits in the mesh, one index per dimension, each counted from 0."""
@@ -142,7 +144,9 @@ def split_layers(layers: int, stages: int) -> list[range]:
         ValueError: there are more stages than layers, or fewer than one.
     """
     if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot be split into {stages} stages: each stage needs at least one")
+        raise ValueError(
+            f"{counted(layers, 'layer')} cannot be split into {counted(stages, 'stage')}: each stage needs at least one"
+        )
     size, extra = divmod(layers, stages)
     bounds = [stage * size + min(stage, extra) for stage in range(stages + 1)]
     return [range(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.figures import format_decimal_bytes, format_number
+from meshwright.figures import counted, format_decimal_bytes, format_number
 from meshwright.planner.units import GIB, format_bytes
 
 
@@ -58,3 +58,12 @@ def test_bytes_have_three_digits_in_a_unit_that_is_not_larger(count: float, text
 )
 def test_binary_units_have_up_to_four_digits(count: float, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [(0, "pod", "0 pods"), (1, "pod", "1 pod"), (2, "pod", "2 pods"), (1, "micro-batch", "1 micro-batch"),
+     (4, "micro-batch", "4 micro-batches")],
+)  # fmt: skip
+def test_a_number_has_its_noun_in_the_singular_or_plural(number: int, noun: str, text: str) -> None:
+    assert counted(number, noun) == text

@@ -50,7 +50,7 @@ class PreflightSpec(ApiModel):
     fatal: Annotated[list[Check], Field(max_length=16)] = []
     """Checks whose findings prevent the start: the pods are released, and start later, on other nodes if possible."""
     ignored: Annotated[list[Check], Field(max_length=16)] = []
-    """Checks whose findings are ignored, also if they are in `fatal`."""
+    """Checks whose findings are ignored."""
     numa_binding: bool = True
     """Whether each rank runs only on CPUs of one NUMA node: that of its GPU, if it is known. Takes effect when ranks
     start next."""

@@ -366,7 +366,7 @@ class WaitingEditStatus(ApiModel):
     revision: Annotated[str, Field(max_length=64)]
     """Revision of the edited spec."""
     waits_for: Annotated[str, Field(max_length=64)]
-    """What it waits for: `Checkpoint` or `Restart`."""
+    """What it waits for: `Checkpoint`, then `Nodes`; or `Restart`."""
     since: Time
     """When it began to wait."""
     checkpoint_step: Count | None = None

@@ -453,9 +453,8 @@ def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: C
     gpus, tensor = spec.workers.gpus_per_worker, spec.parallelism.tensor or 1
     if cluster_limits.node_gpus is not None and gpus > cluster_limits.node_gpus:
         raise PlanError(
-            f"`workers.gpusPerWorker` is {gpus} and the largest usable node has {cluster_limits.node_gpus} GPUs: "
-            "lower it, "
-            "or add larger nodes",
+            f"`workers.gpusPerWorker` is {gpus} and the largest usable node has "
+            f"{count_gpus(cluster_limits.node_gpus)}: lower it, or add larger nodes",
             "NoNodeLargeEnough",
             depends_on_cluster=True,
         )
@@ -463,7 +462,7 @@ def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: C
     if level is FabricLevel.NODE and cluster_limits.node_gpus is not None and tensor > cluster_limits.node_gpus:
         raise PlanError(
             f"`topology.tensor.required` is `node`, `parallelism.tensor` is {tensor}, and the largest usable node has "
-            f"{cluster_limits.node_gpus} GPUs: lower `parallelism.tensor` to {cluster_limits.node_gpus}, or set "
+            f"{count_gpus(cluster_limits.node_gpus)}: lower `parallelism.tensor` to {cluster_limits.node_gpus}, or set "
             "`topology.tensor.required: domain`",
             "NoNodeLargeEnough",
             depends_on_cluster=True,
@@ -471,9 +470,9 @@ def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: C
     may_leave = level not in (FabricLevel.NODE, FabricLevel.DOMAIN)
     if not may_leave and cluster_limits.domain_gpus is not None and tensor > cluster_limits.domain_gpus:
         raise PlanError(
-            f"`parallelism.tensor` is {tensor} and the widest NVLink domain has {cluster_limits.domain_gpus} "
-            "GPUs: lower it, "
-            f"raise `parallelism.pipeline` instead, or {_wider_domain(cluster_limits)}",
+            f"`parallelism.tensor` is {tensor} and the widest NVLink domain has "
+            f"{count_gpus(cluster_limits.domain_gpus)}: lower it, raise `parallelism.pipeline` instead, or "
+            f"{_wider_domain(cluster_limits)}",
             "NoDomainWideEnough",
             depends_on_cluster=True,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.api.precision import Precision
-from meshwright.figures import format_number
+from meshwright.figures import counted, format_number
 
 GB = 1e9
 MIB = float(1 << 20)
@@ -23,4 +23,4 @@ def format_bytes(count: float) -> str:
 
 def count_gpus(count: int) -> str:
     """Return a number of GPUs as text."""
-    return "1 GPU" if count == 1 else f"{count} GPUs"
+    return counted(count, "GPU")

@@ -40,6 +40,7 @@ from meshwright.rules.nearest import advice, sentence
 from meshwright.rules.parallelism import PARALLELISM_RULES
 from meshwright.rules.pipeline import PIPELINE_RULES
 from meshwright.rules.preemption import PREEMPTION_RULES
+from meshwright.rules.preflight import PREFLIGHT_RULES
 from meshwright.rules.rule import Rule
 from meshwright.rules.runtime import RUNTIME_RULES
 from meshwright.rules.sharded_masters import MASTER_RULES
@@ -69,6 +70,7 @@ SPEC_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     *WORKERS_RULES,
     *ELASTIC_RULES,
     *PREEMPTION_RULES,
+    *PREFLIGHT_RULES,
 )
 """Every rule of a spec: also those on what a run does not have, such as worker pods."""
 

@@ -12,6 +12,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
+from meshwright.figures import counted
+
 
 def partition_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
     """Number of layers of each stage that minimizes the largest sum of costs, with the other sums close to their mean.
@@ -29,7 +31,7 @@ def partition_layers(costs: Sequence[float], stages: int, first: float = 0.0, la
     """
     layers = len(costs)
     if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot be split over {stages} stages")
+        raise ValueError(f"{counted(layers, 'layer')} cannot be split over {counted(stages, 'stage')}")
     if min(costs) < 0 or first < 0 or last < 0:
         raise ValueError("costs must not be negative")
     prefix_sums = [0.0, *accumulate(costs)]

@@ -361,6 +361,7 @@ def test_metrics_follow_the_ranks() -> None:
     metrics.rank_up(0, up=True)
     metrics.step(0, REPORT)
     metrics.step(1, REPORT)
+    metrics.step(1, replace(REPORT, seconds=0.0, data_seconds=0.0))  # the end of a step that a loss interrupted
     assert "ptj_pipeline_bubble_ratio{" not in metrics.exposition().decode()
     metrics.step(0, replace(REPORT, experts=(ExpertLoad(5, 1.25, 0.125, 1.0625, 4.0),), pipeline_bubble=0.25))
     metrics.checkpoint_saved(0.2)
@@ -381,6 +382,7 @@ def test_metrics_follow_the_ranks() -> None:
         f"ptj_pipeline_bubble_ratio{{{base}}} 0.25",
         f"ptj_rank_restarts_total{{{base}}} 0.0",
         f'ptj_step_duration_seconds_count{{{base},rank="0"}} 2.0',
+        f'ptj_step_duration_seconds_count{{{base},rank="1"}} 1.0',
         f'ptj_checkpoint_duration_seconds_count{{{base},op="save"}} 1.0',
         f'ptj_checkpoint_duration_seconds_count{{{base},op="load"}} 1.0',
     ):

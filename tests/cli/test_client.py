@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -452,6 +453,36 @@ async def test_the_asynchronous_client_has_every_method_of_the_synchronous_one(s
         await client.submit(job("lm"))
         seen = [one async for one in _first(client.watch("lm"))]
     assert [one.name for one in seen] == ["lm"]
+
+
+@pytest.mark.parametrize("forgotten", [False, True], ids=["the server remembers", "the server forgot"])
+async def test_a_job_that_ended_and_was_deleted_between_two_watches_has_ended(server, namespace, forgotten):
+    """As with `ttlSecondsAfterFinished: 0`. The API server ends each watch after a while."""
+    async with AsyncClient(kubeconfig=server.kubeconfig, namespace=namespace) as client:
+        await client.submit(job("brief"))
+        real, ended = client.server.watch, []
+
+        async def watch(*words: Any, **more: Any) -> Any:
+            if ended:
+                if forgotten:
+                    raise RejectedError("too old", HTTPStatus.GONE)
+                async for event in real(*words, **more):
+                    yield event
+                return
+            ended.append(True)
+            done = {"status": {"conditions": [condition("Complete", "True", "Completed")], "step": 60}}
+            path = f"/apis/meshwright.dev/v1alpha1/namespaces/{namespace}/paralleltrainingjobs/brief"
+            await asyncio.to_thread(server.patch, f"{path}/status", done)
+            await asyncio.to_thread(server.call, "DELETE", path)
+
+        client.server.watch = watch
+        if forgotten:
+            with pytest.raises(JobFailedError, match="brief was deleted"):
+                await client.wait("brief", timeout=30)
+        else:
+            found = await client.wait("brief", timeout=30)
+            assert found is not None
+            assert found.complete
 
 
 async def _first(items: Any) -> Any:

@@ -297,6 +297,20 @@ def test_tensor_groups_span_pods_if_all_else_is_clearly_slower(tmp_path: Path) -
         {"replicas": 1, "gpus": 16},
         {"replicas": 1, "parallelism": {"pipeline": 4, "layerSplit": [9, 8, 8, 7]}},
         {"replicas": 4, "parallelism": {"dataParallel": {"strategy": "DDP"}}},
+        {"replicas": 4, "elastic": {"minReplicas": 2, "maxReplicas": 4}, "checkpoint": {"claimName": "c"}},
+        {
+            "replicas": 16,
+            "elastic": {"minReplicas": 12},
+            "checkpoint": {"claimName": "c"},
+            "parallelism": {"tensor": 1},
+        },
+        {
+            "replicas": 4,
+            "elastic": {},
+            "recovery": {"inMemory": True, "onReplicaLoss": "Continue"},
+            "checkpoint": {"claimName": "c"},
+            "parallelism": {"tensor": 2},
+        },
     ],
 )
 def test_the_fields_of_the_best_layout_merge_into_the_job(tmp_path: Path, stated: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.protocol.messages import AgentState, FailureKind
+from meshwright_operator.scheduling.policy import parse_policy
 from tests.operator.support import JOBS
 from tests.operator.test_elastic import FOREVER, edit, elastic, events, grouped, pods, size
 from tests.operator.test_replicas_continue import MemoryWorld
@@ -134,6 +135,25 @@ async def test_replacements_start_beside_an_elastic_job_and_the_ranks_train_unti
     cordon(world, node, cordoned=False)
     await world.run(100)
     assert world.status("job")["mesh"]["generation"] == 2
+
+
+@pytest.mark.parametrize(("bound", "most"), [("maxGpusPerJob: 4", 4), ("maxGpusPerJob: 5", 4), ("maxGpusPerJob: 6", 6)])
+async def test_replacements_start_beside_an_elastic_job_only_as_far_as_the_policy_allows(bound: str, most: int) -> None:
+    world = World(5, nodes=3, work=FOREVER)
+    world.operators[0].scheduler.set_policy(parse_policy(f"defaults: {{{bound}}}"))
+    world.submit(elastic("job", 2))
+    await world.run(60)
+    before, node, held = pods(world, "job"), node_of(world, 1), 0
+    cordon(world, node, cordoned=True)
+    for _ in range(90):
+        await world.tick(1)
+        held = max(held, 2 * sum(not pod.terminal for pod in world.pods("job")))
+    assert held == most
+    assert len(pods(world, "job") & before) == 1
+    assert node not in {pod.node for pod in world.pods("job")}
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert size(world, "job") == 2
+    assert world.status("job")["restarts"] == [{"cause": "NodeDrained", "count": 1}]
 
 
 @pytest.mark.parametrize("nodes", [3, 2], ids=["replaced", "given up"])

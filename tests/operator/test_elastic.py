@@ -500,3 +500,18 @@ async def test_what_is_left_of_a_tensor_group_ends_before_all_of_it_starts_in_an
     assert world.true("job", "Ready"), world.condition("job", "Ready")
     assert not before & pods(world, "job")
     assert len(pods(world, "job")) == 2
+
+
+@pytest.mark.parametrize(("replicas", "why"), [(1, "1 is wanted"), (2, "2 are wanted")])
+@pytest.mark.parametrize("suspended", [True, False])
+async def test_a_size_that_is_wanted_is_not_blamed_on_the_nodes(suspended: bool, replicas: int, why: str) -> None:
+    world = World(26, nodes=4, work=FOREVER)
+    world.submit(elastic("job", 3))
+    await world.run(30)
+    edit(world, "job", suspend=suspended)
+    await world.run(20)
+    edit(world, "job", suspend=False, replicas=replicas)
+    await world.run(60)
+    assert size(world, "job") == replicas
+    (resized,) = events(world, "job", "Rescaled")
+    assert resized.message.endswith(f"From 3 replicas to {replicas}: {why}")

@@ -35,6 +35,7 @@ from meshwright_operator.timestamps import format_time
 from tests.operator.builders import NOW, observed, spec
 from tests.operator.memory import MemoryCluster
 from tests.operator.support import JOBS, node, until
+from tests.operator.test_drains import cordon
 from tests.operator.test_elastic import edit
 from tests.operator.test_gang_races import small
 from tests.operator.world import Operator, World
@@ -368,6 +369,25 @@ async def test_a_job_that_gets_a_profile_asks_for_its_containers_too() -> None:
     found.admit("job", 2)
     await found.run(30)
     assert found.true("job", "Ready")
+
+
+async def test_an_elastic_job_leaves_a_draining_node_with_no_more_pods_than_were_admitted() -> None:
+    found = world()
+    found.submit(queued("job", 2, elastic={}, checkpoint={"claimName": "shared"}))
+    await found.run(10)
+    found.admit("job", 2)
+    await found.run(30)
+    assert found.true("job", "Ready")
+    leaving = found.pods("job")[0].node
+    cordon(found, leaving, cordoned=True)
+    held = 0
+    for _ in range(90):
+        await found.run(1)
+        held = max(held, sum(not pod.terminal for pod in found.pods("job")))
+    assert held == 2
+    assert leaving not in {pod.node for pod in found.pods("job")}
+    assert found.true("job", "Ready"), found.condition("job", "Ready")
+    assert found.status("job")["replicas"] == 2
 
 
 async def test_an_elastic_job_runs_with_the_workers_that_were_admitted() -> None:
@@ -707,7 +727,7 @@ def sent_workload(count: int, gpus: int) -> KubeObject:
 
 @pytest.mark.parametrize(
     ("count", "gpus", "text"),
-    [(1, 2, "asks for 1 pods, and the job needs 2"), (2, 0, "asks for 0 GPUs per pod, and the job needs 2")],
+    [(1, 2, "asks for 1 pod, and the job needs 2"), (2, 0, "asks for 0 GPUs per pod, and the job needs 2")],
 )
 async def test_a_job_runs_with_no_smaller_quota_than_it_needs(count: int, gpus: int, text: str) -> None:
     found = world()
@@ -716,10 +736,25 @@ async def test_a_job_runs_with_no_smaller_quota_than_it_needs(count: int, gpus: 
     found.cluster.put(f"{WORKLOADS}/sent-by-manager", sent_workload(count, gpus))
     found.submit(body)
     await found.run(180, 5)
-    found.admit("sent", 2)
-    await found.run(60, 5)
     assert text in found.condition("sent", "Ready")["message"]
     assert not found.pods()
+    assert "ownerReferences" not in found.cluster.objects[f"{WORKLOADS}/sent-by-manager"]["metadata"]
+
+
+async def test_a_job_takes_no_workload_that_came_with_another_job() -> None:
+    """MultiKueue copies the labels of the Workload that the operator of the manager cluster has made."""
+    found = world()
+    sent = sent_workload(2, 2)
+    sent["metadata"]["labels"] = {labels.LABEL_JOB: "sent"}
+    found.cluster.put(f"{WORKLOADS}/sent-by-manager", sent)
+    for name in ("thief", "sent"):
+        body = queued(name, 2)
+        body["metadata"]["annotations"] = {labels.KUEUE_PREBUILT: "sent-by-manager"}
+        found.submit(body)
+        await found.run(30)
+    text = "Workload sent-by-manager came with job sent, and not with this one"
+    assert text in found.condition("thief", "Ready")["message"]
+    assert found.workload("sent")["metadata"]["ownerReferences"][0]["name"] == "sent"
 
 
 async def test_a_workload_of_somebody_else_with_the_jobs_name_for_it_is_named() -> None:

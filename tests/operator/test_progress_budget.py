@@ -176,6 +176,25 @@ async def test_what_says_something_new_does_not_wait_for_the_budget(changes: Kub
     assert [await fleet.reconcile(name) for name in fleet.names[2:5]] == [True, True, False], "it took nobody's token"
 
 
+async def test_a_step_that_goes_back_does_not_wait_for_ten_seconds() -> None:
+    """After a restart from a checkpoint: until then the steps that are repeated seem to be done."""
+    fleet = Fleet(1)
+    (name,) = fleet.names
+    fleet.world.now += timedelta(seconds=20)
+    assert await fleet.reconcile(name)
+    stored = fleet.cluster.objects[f"{JOBS}/{name}"]
+    fleet.world.now += timedelta(seconds=2)
+    later, earlier = (parse_status({**stored, "status": {**stored["status"], "step": step}}) for step in (205, 150))
+    assert not await fleet.writer.write(JobKey("default", name), stored, later, False)
+    assert await fleet.writer.write(JobKey("default", name), stored, earlier, False)
+    stored = fleet.cluster.objects[f"{JOBS}/{name}"]
+    for step in (149, 148, 147, 146):  # a command may report anything
+        lower = parse_status({**stored, "status": {**stored["status"], "step": step}})
+        await fleet.writer.write(JobKey("default", name), stored, lower, False)
+        stored = fleet.cluster.objects[f"{JOBS}/{name}"]
+    assert stored["status"]["step"] > 146, "the budget holds"
+
+
 async def test_events_and_a_job_without_changes_need_no_token() -> None:
     fleet = Fleet(10)
     for name in fleet.names:

@@ -11,12 +11,25 @@ import pytest
 from meshwright.api.conditions import find
 from meshwright.api.status import MeshStatus
 from meshwright.protocol.messages import AgentState
+from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.failure_detection import detect
 from meshwright_operator.decide.lifecycle import EXIT_SECONDS, finished
 from meshwright_operator.decide.observed import PodState
 from meshwright_operator.decide.succeeded_workers import MAX_TEXT, format_workers, parse_workers
-from tests.operator.builders import NODES, NOW, agents, ago, crashed, observed, pod, report, running_status
+from tests.operator.builders import (
+    NODES,
+    NOW,
+    agents,
+    ago,
+    crashed,
+    observed,
+    plan_status,
+    pod,
+    report,
+    running_status,
+    spec,
+)
 from tests.operator.support import JOBS, PODS
 from tests.operator.test_gang_races import command, small
 from tests.operator.world import World
@@ -85,11 +98,14 @@ def test_a_report_of_another_generation_or_incarnation_counts_for_nothing() -> N
 
 
 def test_the_next_generation_begins_with_nobody() -> None:
-    status = running_status(mesh=mesh(succeeded_workers="1"))
-    pods = [pod(0), pod(2, deleting=True), pod(3)]
-    lost = decide(observed(pods, status))
+    fields: dict[str, Any] = {"model": None, "data": None, "training": None, "runtime": {"command": ["x"]}}
+    fields |= {"parallelism": {"tensor": 2, "pipeline": 2}}
+    revision = revision_of(spec(**fields))
+    status = running_status(mesh=mesh(succeeded_workers="1"), plan=plan_status(revision=revision))
+    left = [pod(0, revision=revision), pod(3, revision=revision)]
+    lost = decide(observed([*left, pod(2, revision=revision, deleting=True)], status, **fields))
     assert lost.mesh.pending_cause == "PodLost"
-    seen = observed([pod(0), pod(2), pod(3)], lost.status)
+    seen = observed([*left, pod(2, revision=revision)], lost.status, **fields)
     assert seen.workers[1].state is PodState.MISSING, "it must run again, with all others"
     assert decide(seen).place is not None
 
@@ -107,7 +123,8 @@ def test_ranks_of_the_runtime_end_together() -> None:
     decision = decide(observed(ended, received=agents([])))
     assert any(c.type == "Complete" and c.status == "True" for c in decision.status.conditions)
     alive = [pod(0, phase="Succeeded"), pod(1), pod(3, phase="Succeeded")]
-    assert decide(observed(alive, received=agents([]))).mesh.pending_cause == "PodLost"
+    waits = decide(observed(alive, received=agents([])))
+    assert (waits.mesh.pending_cause, finished(waits.status)) == ("", False)
     assert decide(observed([], received=agents([]))).mesh.pending_cause == "PodLost"
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
+
 from tests.operator.support import JOBS
-from tests.operator.test_elastic import FOREVER, edit, events, pods
+from tests.operator.test_elastic import FOREVER, edit, events, pods, set_ready
+from tests.operator.test_replicas_continue import MemoryWorld, continuing, recovered
 from tests.operator.test_settling import submitted
 from tests.operator.world import World
 
 
-async def training(seed: int, **spec: Any) -> World:
-    world = World(seed, nodes=3, work=FOREVER)
+async def training(seed: int, nodes: int = 3, **spec: Any) -> World:
+    world = World(seed, nodes=nodes, work=FOREVER)
     body = submitted("job", 2)
     body["spec"] |= {"checkpoint": {"claimName": "shared"}, **spec}
     world.submit(body)
@@ -58,6 +61,26 @@ async def test_an_edit_waits_for_the_next_checkpoint() -> None:
     assert "waitingEdit" not in world.status("job")
 
 
+async def test_an_edit_that_does_not_fit_at_its_checkpoint_waits_for_nodes_and_not_for_another_checkpoint() -> None:
+    world = await training(8, nodes=4, updatePolicy="AtCheckpoint")
+    set_ready(world, "n3", False)
+    save(world, 10)
+    edit(world, "job", replicas=4)
+    await world.run(10)
+    waiting = world.status("job")["waitingEdit"]
+    save(world, 20)
+    await world.run(40)
+    assert world.condition("job", "Ready")["reason"] == "EditDoesNotFit"
+    assert world.status("job")["waitingEdit"] == {**waiting, "waitsFor": "Nodes"}
+    assert world.status("job")["mesh"]["generation"] == 1
+    assert len(events(world, "job", "EditDoesNotFit")) == 1
+    set_ready(world, "n3", True)
+    await world.run(60)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert len(pods(world, "job")) == 4
+    assert "waitingEdit" not in world.status("job")
+
+
 async def test_an_edit_waits_for_a_restart_of_another_cause() -> None:
     world = await training(2, updatePolicy="OnRestart")
     before = pods(world, "job")
@@ -70,6 +93,44 @@ async def test_an_edit_waits_for_a_restart_of_another_cause() -> None:
     await world.run(90)
     assert images(world) == {"two"}
     assert world.true("job", "Ready"), world.condition("job", "Ready")
+
+
+@pytest.mark.parametrize("policy", ["OnRestart", "AtCheckpoint"])
+async def test_an_edit_that_waits_takes_no_steps_from_ranks_that_recover_in_memory(policy: str) -> None:
+    world = MemoryWorld(9, nodes=5, work=FOREVER)
+    body = continuing("job", 3, pauseSeconds=10)
+    body["spec"]["updatePolicy"] = policy
+    world.submit(body)
+    await world.run(40)
+    change_image(world, "two")
+    await world.run(10)
+    world.crash(sorted(pods(world, "job"))[1])
+    await world.run(60)
+    assert world.status("job")["replicas"] == 3
+    assert world.condition("job", "Ready")["reason"] == "EditWaits"
+    assert images(world) != {"two"}
+    assert recovered(world, "job")[1] > 30, "no step is repeated"
+    edit(world, "job", updatePolicy="Now")
+    await world.run(60)
+    assert images(world) == {"two"}
+    assert world.true("job", "Ready")
+
+
+async def test_an_edit_waits_for_no_recovery_that_waits_for_nodes() -> None:
+    world = MemoryWorld(10, nodes=3, work=FOREVER)
+    body = submitted("job", 3)
+    body["spec"] |= {"checkpoint": {"claimName": "shared"}, "updatePolicy": "OnRestart"}
+    body["spec"] |= {"recovery": {"inMemory": True}, "parallelism": {**body["spec"]["parallelism"], "zeroStage": 0}}
+    world.submit(body)
+    await world.run(40)
+    assert world.status("job")["mesh"]["inMemory"]
+    set_ready(world, next(pod.node for pod in world.pods("job")), False)
+    await world.run(60)
+    assert not world.true("job", "Placed")
+    edit(world, "job", replicas=2)
+    await world.run(60)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert len(pods(world, "job")) == 2
 
 
 async def test_a_second_edit_replaces_the_one_that_waits_and_one_that_is_taken_back_waits_no_more() -> None:

@@ -33,6 +33,7 @@ from tests.rules.specs import (
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("runtime.framework", {"runtime": {"framework": "TorchFT"}}),
+    ("preflight.fatal", {"preflight": {"fatal": ["Volume", "Numa"], "ignored": ["ClockSkew", "Numa"]}}),
     ("training.parameterOffloadPath", {"training.parameterOffloadPath": "/scratch"}),
     ("training.shardedMasters", {**MASTERS, "training.precision": "fp32"}),
     ("training.shardedMasters", {**MASTERS, "training.masterWeights": False}),

@@ -97,9 +97,8 @@ class JobReader:
     async def watch(self, name: str) -> AsyncIterator[Job | None]:
         """Yield the job now and after each change; None once it is deleted, and then nothing more."""
         job: Job | None = await self.get(name)
+        yield job
         while job is not None:
-            yield job
-            changed = job
             try:
                 fields = f"metadata.name={name}"
                 async for event, item in self.server.watch(JOBS, job.revision, self.namespace, fields=fields):
@@ -108,15 +107,17 @@ class JobReader:
                     if event == "DELETED":
                         yield None
                         return
-                    changed = Job(item)
-                    yield changed
+                    job = Job(item)
+                    yield job
+                # The next watch begins after the last change: a job that is deleted meanwhile may have ended before.
+                await asyncio.sleep(RETRY_SECONDS)
             except RejectedError as error:
                 if error.status != HTTPStatus.GONE:
                     raise
-            await asyncio.sleep(RETRY_SECONDS)
-            found = await self.server.find(JOBS, name, self.namespace)
-            job = Job(found) if found is not None and found["metadata"].get("uid") == changed.uid else None
-        yield None
+                await asyncio.sleep(RETRY_SECONDS)
+                found = await self.server.find(JOBS, name, self.namespace)
+                job = Job(found) if found is not None and found["metadata"].get("uid") == job.uid else None
+                yield job
 
     async def watch_all(self, *, all_namespaces: bool = False, selector: str = "") -> AsyncIterator[tuple[Job, bool]]:
         """Yield each job of the namespace, or of all, now and after each change, with whether it was deleted."""

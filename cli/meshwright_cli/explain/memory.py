@@ -10,6 +10,7 @@ import click
 
 from meshwright.api.precision import GradientFormat
 from meshwright.api.training import ActivationCheckpointing
+from meshwright.figures import counted
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS, UnknownModelError
 from meshwright.planner.cost.accelerators import ACCELERATORS, Accelerator, accelerator
@@ -59,7 +60,7 @@ def memory(model: str, ranks: int, sequence_length: int, gpu: str, svg: Path | N
     """
     architecture, product = _model(model), _gpu(gpu)
     groups = memory_cases(architecture, ranks, sequence_length, product)
-    click.echo(f"{model} on {ranks} ranks, sequences of {sequence_length:,} tokens: GiB of one rank")
+    click.echo(f"{model} on {counted(ranks, 'rank')}, sequences of {sequence_length:,} tokens: GiB of one rank")
     for line in memory_lines(groups, product.memory):
         click.echo(line)
     title = f"Memory of one of {ranks} ranks that train {model}, by kind, with sequences of {sequence_length:,} tokens"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from meshwright.api import conditions
 from meshwright.api.labels import LABEL_JOB, LABEL_JOB_UID
 from meshwright.api.objects import KubeObject
+from meshwright.figures import counted
 from meshwright.planner.cluster.inventory import MALFORMED, Inventory
 from meshwright.planner.cluster.pod_resources import is_terminal, pod_request
 from meshwright.planner.cost_model import cost_model_for
@@ -154,7 +155,7 @@ def _detail(job: Job | None) -> str:
     parts += ["preemptible"] if spec.get("preemptible") else []
     least = (spec.get("elastic") or {}).get("minReplicas")
     if spec.get("elastic") and job.status.replicas > (least or 1):
-        parts.append(f"elastic: can shrink from {job.status.replicas} to {least or 1} replicas")
+        parts.append(f"elastic: can shrink from {job.status.replicas} to {counted(least or 1, 'replica')}")
     return ", ".join(parts)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from meshwright.figures import counted
 from meshwright.schedules.actions import Schedule
 from meshwright.schedules.registry import kind_of, schedules_where
 from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape
@@ -56,7 +57,8 @@ def schedule(
         made, simulation = timeline(kind, ranks, micro_batches, virtual_stages, ActionCosts(*times))
     except ValueError as error:
         raise click.ClickException(f"{name}: {error}") from error
-    title = f"{name}: {ranks} ranks, {micro_batches} micro-batches, {made.stages} stages"
+    batches = counted(micro_batches, "micro-batch")
+    title = f"{name}: {counted(ranks, 'rank')}, {batches}, {counted(made.stages, 'stage')}"
     click.echo(title)
     for line in schedule_lines(made, simulation):
         click.echo(line)

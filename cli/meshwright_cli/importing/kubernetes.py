@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from meshwright.figures import counted
+from meshwright.planner.units import count_gpus
 from meshwright.rules.command_degrees import MEGATRON_ORDER, MEGATRON_PIPELINE, option_words, stated_degrees
 from meshwright.rules.launchers import is_shell_script
 from meshwright_cli.importing.fields import Fields
@@ -120,7 +122,9 @@ def _spec(gang: Gang, pods: Pods) -> dict[str, Any]:
     if not pods.gpus:
         gang.notes.append("the pods request no GPUs: each rank of a worker requests one of `workers.gpuResource`")
     elif processes not in (None, pods.gpus):
-        gang.notes.append(f"a pod has {processes} processes for {pods.gpus} GPUs: a worker has one rank for each GPU")
+        gang.notes.append(
+            f"a pod has {processes} processes for {count_gpus(pods.gpus)}: a worker has one rank for each GPU"
+        )
     gang.notes.extend(_about_command(command, started))
     total = sum(group.pods for group in gang.groups)
     if command.is_mpi:
@@ -222,7 +226,8 @@ def _about_mpi(command: Command, started: Sequence[str], ranks: int) -> Iterator
         yield "to do: take what starts `sshd` out of the script: the ranks need no SSH"
     processes = command.options.get("np", "")
     if processes.isdigit() and int(processes) != ranks:
-        yield f"`{command.removed}` starts {processes} processes: the job has {ranks} ranks, one for each GPU"
+        has = counted(ranks, "rank")
+        yield f"`{command.removed}` starts {processes} processes: the job has {has}, one for each GPU"
 
 
 def _variables(

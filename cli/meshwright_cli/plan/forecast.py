@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.figures import format_number
 from meshwright.models.counts import training_flops
+from meshwright.planner.units import count_gpus
 from meshwright.rules.elastic import with_own_batch
 from meshwright_cli.plan.report import PlanReport
 
@@ -56,7 +57,7 @@ def sentences(found: Forecast) -> list[str]:
     money = "" if found.cost is None else f", cost {found.cost:,.2f}"
     time = f"{format_number(found.days)} days" if found.days >= 1 else f"{format_number(found.days * 24)} hours"
     hours = format_number(found.gpu_hours)
-    return [*lines, f"{time} on {found.gpus} GPUs, {hours} GPU-hours{money} (estimated, without restarts)"]
+    return [*lines, f"{time} on {count_gpus(found.gpus)}, {hours} GPU-hours{money} (estimated, without restarts)"]
 
 
 def as_json(found: Forecast) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from meshwright.planner.search.request import (
 from meshwright.planner.search.spec_request import apply_strategy, pinned_request, search_request
 from meshwright.planner.search.what_if import WhatIf, what_ifs
 from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
+from meshwright.planner.units import count_gpus
 from meshwright.rules.elastic import with_own_batch
 from meshwright.rules.likely_mistakes import likely_mistakes_of_spec
 from meshwright_cli.plan.pod_additions import NO_ADDITIONS, PodAdditions
@@ -176,7 +177,7 @@ def _nodes_to_free(plan: Plan, inventory: Inventory) -> str:
     if found is None:
         return ""
     more = f" and {len(found.nodes) - MAX_NAMED} more" if len(found.nodes) > MAX_NAMED else ""
-    return f"Freeing {', '.join(found.nodes[:MAX_NAMED])}{more} ({found.gpus} GPUs in use) would be enough"
+    return f"Freeing {', '.join(found.nodes[:MAX_NAMED])}{more} ({count_gpus(found.gpus)} in use) would be enough"
 
 
 def _fragmentation_cost(placement: Placement, inventory: Inventory, cost_model: CostModel | None) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from meshwright.figures import format_number
 from meshwright.planner.render import render_placement, summary_line
 from meshwright.planner.search.explain import reasons
-from meshwright.planner.units import GIB, format_bytes
+from meshwright.planner.units import GIB, count_gpus, format_bytes
 from meshwright_cli.plan.report import PlanReport
 
 MAX_DRAWN = 64
@@ -108,7 +108,7 @@ def _whole_cluster(plan_report: PlanReport) -> Iterator[str]:
         for one in others:
             after = one.seconds_after_node_loss
             left = f"{format_number(after)} s" if after < float("inf") else "stops"
-            yield f"  - {one.summary}: {format_number(one.seconds)} s, {one.estimate.gpus} GPUs, {left}"
+            yield f"  - {one.summary}: {format_number(one.seconds)} s, {count_gpus(one.estimate.gpus)}, {left}"
 
 
 def _count(count: int, noun: str, plural: str = "s") -> str:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from meshwright.api.labels import GPU_RESOURCE
 from meshwright.api.objects import KubeObject
+from meshwright.figures import counted
 from meshwright_local.cluster import LEAF_LABEL
 from meshwright_local.commands import faults
 from meshwright_local.commands.faults import directory_option, running_directory
@@ -59,7 +60,9 @@ def up(directory: Path, provider: str, with_nodes: bool, existing: Path | None, 
     connection = Connection.from_kubeconfig(directory / "kubeconfig")
     nodes, _ = _list_nodes_and_pods(connection)
     gpus = sum(allocatable(item)[GPU_RESOURCE] for item in nodes) // 1000
-    click.echo(f"ready: {len(nodes)} nodes, {gpus} {'' if provider == 'kubeconfig' else 'simulated '}GPUs")
+    click.echo(
+        f"ready: {counted(len(nodes), 'node')}, {counted(gpus, 'GPU' if provider == 'kubeconfig' else 'simulated GPU')}"
+    )
     click.echo(f"export KUBECONFIG={directory / 'kubeconfig'}")
 
 
@@ -122,7 +125,7 @@ def status(directory: Path) -> None:
     connection = Connection.from_kubeconfig(running_directory(directory) / "kubeconfig")
     nodes, pods = _list_nodes_and_pods(connection)
     console = Console()
-    console.print(f"{connection.url}, {len(nodes)} nodes")
+    console.print(f"{connection.url}, {counted(len(nodes), 'node')}")
     console.print(_table(nodes, pods))
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
+from meshwright.figures import counted
 from meshwright.layout import Layout, split_layers
 from meshwright.models.architecture import Architecture
 from meshwright.schedules.registry import kind_of, schedules_where
@@ -181,7 +182,7 @@ class Strategy(Layout):
                 f"its part of {layers} layers"
             )
         if ranks > layers:
-            raise ValueError(f"{layers} layers cannot be split over {ranks} pipeline ranks")
+            raise ValueError(f"{counted(layers, 'layer')} cannot be split over {counted(ranks, 'pipeline rank')}")
         if split is not None and len(split) == stages:
             sizes = list(split)
         elif split is None and stages <= layers:

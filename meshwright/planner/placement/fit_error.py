@@ -256,7 +256,8 @@ def _other_resources(
     missing = "; ".join(
         f"{count} node{'s'[: count > 1]} with too little {name}" for name, count in short.most_common(3)
     )
-    return [f"Counting only GPUs, {by_gpus} workers fit: {missing}, see `workers.resources`"]
+    fit = "1 worker fits" if by_gpus == 1 else f"{by_gpus} workers fit"
+    return [f"Counting only GPUs, {fit}: {missing}, see `workers.resources`"]
 
 
 def _skipped_nodes(plan: Plan, inventory: Inventory) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from meshwright.api.objects import pod_name
 from meshwright.api.status import PlacementStatus, WorkerPlacement, format_ranks
+from meshwright.figures import counted
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.placement.objective import CrossingCosts
@@ -109,7 +110,9 @@ def placement_notes(
     products = Counter(used)
     sentences: list[str] = []
     if len(products) > 1:
-        parts = ", ".join(f"{count} workers on {product or 'unknown'}" for product, count in sorted(products.items()))
+        parts = ", ".join(
+            f"{counted(count, 'worker')} on {product or 'unknown'}" for product, count in sorted(products.items())
+        )
         sentences.append(
             f"different GPU products ({parts}): each step waits for the slowest; the job does not fit on a single "
             "GPU product"

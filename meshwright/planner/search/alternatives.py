@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.api.training import ActivationCheckpointing
+from meshwright.figures import counted
 from meshwright.planner.cost.memory import worst_stage
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.expand import TIE_TOLERANCE, estimate_cost
 from meshwright.planner.search.request import SearchRequest
-from meshwright.planner.units import GIB
+from meshwright.planner.units import GIB, count_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +119,17 @@ def _compare(request: SearchRequest, best: Candidate, change: str, strategy: Str
 def _why_impossible(request: SearchRequest, strategy: Strategy) -> str:
     model, domain = request.work.model, request.domain
     if strategy.tensor > domain:
-        return f"leaves the NVLink domain of {domain} GPUs"
+        return f"leaves the NVLink domain of {count_gpus(domain)}"
     if model.heads % strategy.tensor or (model.kv_heads % strategy.tensor and strategy.tensor % model.kv_heads):
-        return f"does not divide {model.heads} heads and {model.kv_heads} key-value heads"
+        return f"does not divide {counted(model.heads, 'head')} and {counted(model.kv_heads, 'key-value head')}"
     if not request.techniques.replicates_kv_heads and model.kv_heads % strategy.tensor:
-        return f"does not divide {model.kv_heads} key-value heads"
+        return f"does not divide {counted(model.kv_heads, 'key-value head')}"
     if strategy.pipeline > model.layers:
-        return f"has more stages than {model.layers} layers"
+        return f"has more stages than {counted(model.layers, 'layer')}"
     if strategy.micro_batches < strategy.pipeline:
-        return f"leaves {strategy.micro_batches} micro-batches for {strategy.pipeline} stages"
+        return f"leaves {counted(strategy.micro_batches, 'micro-batch')} for {strategy.pipeline} stages"
+    if outside := request.outside_elastic(strategy):
+        return outside
     if not request.techniques.allow(request.work, strategy):
         return "is a combination that the runtime does not execute"
     return ""

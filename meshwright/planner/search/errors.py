@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.figures import counted
 from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.errors import PlanError
@@ -34,8 +35,8 @@ def no_layout_message(request: SearchRequest) -> str:
     }
     pinned_text = ", ".join(f"{name} {value}" for name, value in pinned_values.items()) or "nothing"
     return (
-        f"no layout divides the model and the batch of {request.work.global_batch} sequences over at most "
-        f"{request.gpus} GPUs with {pinned_text} given: change a given degree, the batch, or the number of GPUs"
+        f"no layout divides the model and the batch of {counted(request.work.global_batch, 'sequence')} over at most "
+        f"{count_gpus(request.gpus)} with {pinned_text} given: change a given degree, the batch, or the number of GPUs"
     )
 
 
@@ -45,7 +46,7 @@ def closest_layout(request: SearchRequest) -> FittingLayout | None:
     for narrowed in (one for tier in request_tiers(request) for one in tier):
         for layout in layouts(narrowed):
             for strategy in least_memory_strategies(narrowed, layout):
-                if not request.techniques.allow(request.work, strategy):
+                if not request.allows(strategy):
                     continue
                 memory = worst_stage(request.work, strategy, request.runtime)
                 if smallest is None or memory.total < smallest.memory.total:
@@ -92,7 +93,7 @@ def plan_error(request: SearchRequest) -> PlanError:
     if closest is None:
         return _no_candidate(request)
     used, memory = closest.strategy, closest.memory
-    batches = "1 micro-batch" if used.micro_batches == 1 else f"{used.micro_batches} micro-batches"
+    batches = counted(used.micro_batches, "micro-batch")
     return PlanError(
         f"the model does not fit: TP {used.tensor} x PP {used.pipeline} with {batches} needs the least memory, "
         f"{format_bytes(memory.total)} per GPU ({memory_text(memory)}), "
@@ -172,9 +173,9 @@ def _no_candidate(request: SearchRequest) -> PlanError:
     gpus = request.gpus_per_worker
     if request.pins.data is None:
         return PlanError(
-            f"no layout fills workers of {count_gpus(gpus)} with at most {request.gpus} GPUs and divides the batch of "
-            f"{request.work.global_batch} sequences over its replicas: change `gpus`, `workers.gpusPerWorker` or "
-            "`training.globalBatchSize`, or leave more of `parallelism` to the planner",
+            f"no layout fills workers of {count_gpus(gpus)} with at most {count_gpus(request.gpus)} and divides the "
+            f"batch of {counted(request.work.global_batch, 'sequence')} over its replicas: change `gpus`, "
+            "`workers.gpusPerWorker` or `training.globalBatchSize`, or leave more of `parallelism` to the planner",
             "InvalidSpec",
             depends_on_cluster=request.pins.tensor is None,
         )

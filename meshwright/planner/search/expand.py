@@ -200,7 +200,7 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
                 stage if recompute_option is stage.checkpointing else replace(stage, checkpointing=recompute_option)
             )
             memory = memory_if_fits(request, strategy)
-            if memory is not None and techniques.allow(request.work, strategy):
+            if memory is not None and request.allows(strategy):
                 fitted = True
                 if recompute_option is ActivationCheckpointing.NONE:
                     whole, sharded = True, zero > 0
@@ -212,7 +212,7 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
         return
     for offload in techniques.offload:
         strategy = replace(base, zero_stage=stages[-1], checkpointing=recompute[-1], optimizer_offload=offload)
-        allowed = offload is not OptimizerOffload.NONE and techniques.allow(request.work, strategy)
+        allowed = offload is not OptimizerOffload.NONE and request.allows(strategy)
         memory = memory_if_fits(request, strategy) if allowed else None
         if memory is not None:
             yield strategy, memory
@@ -241,7 +241,7 @@ def job_savings(request: SearchRequest, base: Strategy, longest: float) -> Itera
         for option in options:
             strategy = replace(base, zero_stage=zero, checkpointing=option)
             memory = memory_if_fits(request, strategy)
-            if memory is not None and request.techniques.allow(request.work, strategy):
+            if memory is not None and request.allows(strategy):
                 whole = whole or (zero > 0 and option is ActivationCheckpointing.NONE)
                 yield strategy, memory
                 yield from _faster_with_more(request, strategy, options)
@@ -265,7 +265,7 @@ def _faster_with_more(
         if time_of(request.work, more, request.required_machine).total * TIE_TOLERANCE >= time.total:
             continue
         memory = memory_if_fits(request, more)
-        if memory is not None and request.techniques.allow(request.work, more):
+        if memory is not None and request.allows(more):
             yield more, memory
 
 
@@ -429,7 +429,7 @@ def _ranks_accept(request: SearchRequest, layout: Layout, sizes: list[int], choi
     if not sizes or request.techniques.runs is None:
         return bool(sizes)
     try:
-        return request.techniques.allow(request.work, job_strategy(request, layout, sizes[-1], choices))
+        return request.allows(job_strategy(request, layout, sizes[-1], choices))
     except ValueError:
         return False  # There are stages without layers.
 
@@ -508,7 +508,7 @@ def with_balanced_stages(request: SearchRequest, one: Candidate) -> Iterator[Can
     costs = [layer_costs(model, length, layer, recomputes=again, causal=causal).total for layer in range(model.layers)]
     split = partition_layers(costs, strategy.pipeline, last=output_costs(model).total)
     changed = replace(strategy, layer_split=split)
-    memory = memory_if_fits(request, changed) if request.techniques.allow(request.work, changed) else None
+    memory = memory_if_fits(request, changed) if request.allows(changed) else None
     if memory is not None:
         better = Candidate(changed, estimate_cost(request, changed, memory), request.node)
         if better.seconds < one.seconds:

@@ -7,6 +7,7 @@ the reasons for the plan of a job.
 from __future__ import annotations
 
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
+from meshwright.figures import counted
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
@@ -146,7 +147,7 @@ def _memory_saving(best: Candidate) -> str:
     used = best.strategy
     sentences = []
     if used.zero_stage:
-        sentences.append(f"ZeRO-{used.zero_stage} over {used.shard_ranks} replicas")
+        sentences.append(f"ZeRO-{used.zero_stage} over {counted(used.shard_ranks, 'replica')}")
     if used.checkpointing is not ActivationCheckpointing.NONE:
         sentences.append(recompute_text(used.checkpointing))
     if used.optimizer_offload is not OptimizerOffload.NONE:

@@ -13,7 +13,7 @@ from math import inf
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing
-from meshwright.figures import format_number
+from meshwright.figures import counted, format_number
 from meshwright.models.lora import skipped_targets
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.memory import Memory, worst_stage
@@ -180,7 +180,7 @@ def _against_half(request: SearchRequest, used: Strategy, name: str, label: str,
     degree = getattr(used, name)
     half = degree // 2
     other = traded_for_data(used, name, degree, half)
-    if other is None or (name != "pipeline" and not request.techniques.allow(request.work, other)):
+    if other is None or (name != "pipeline" and not request.allows(other)):
         return f"no layout with {label} {half} and as many GPUs divides the batch, or other fields do not allow it"
     stages = [stage for stage in stages_to_try(request, other.layout, other.schedule) if stage is not None]
     variants = [replace(other, zero_stage=stage) for stage in stages] or [other]
@@ -242,7 +242,7 @@ def _expert(request: SearchRequest, used: Strategy) -> str:
 
 def _micro_batches(request: SearchRequest, used: Strategy) -> str:
     count, pipeline = used.micro_batches, used.pipeline
-    name = f"{count} micro-batch" if count == 1 else f"{count} micro-batches"
+    name = counted(count, "micro-batch")
     idle = round(100 * (pipeline - 1) / (count + pipeline - 1))
     plain = pipeline > 1 and used.schedule is PipelineSchedule.ONE_F_ONE_B
     tail = f"; the pipeline idles {idle}% of a step" if plain else ""

@@ -128,6 +128,10 @@ class SearchRequest:
     """Whether a pipeline may be tried for a replica that is not larger than an NVLink domain."""
     world_size: int | None = None
     """Number of GPUs of every layout. Defaults to any number up to `gpus`."""
+    fewest_replicas: int = 1
+    """The `elastic.minReplicas` of a job whose replicas are not pinned."""
+    most_replicas: int | None = None
+    """Its `elastic.maxReplicas`."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
@@ -138,6 +142,18 @@ class SearchRequest:
             raise ValueError(f"`gpus_per_worker` must be at least 1, not {self.gpus_per_worker}")
         if self.machine is None and self.job is None:
             raise ValueError("`machine` or `job` must be set: memory cannot be estimated without either")
+
+    def outside_elastic(self, strategy: Strategy) -> str:
+        """Which bound of `elastic` the replicas of a strategy exceed. Empty if none."""
+        if strategy.data < self.fewest_replicas:
+            return f"has fewer replicas than `elastic.minReplicas` ({self.fewest_replicas})"
+        if self.most_replicas is not None and strategy.data > self.most_replicas:
+            return f"has more replicas than `elastic.maxReplicas` ({self.most_replicas})"
+        return ""
+
+    def allows(self, strategy: Strategy) -> bool:
+        """Whether a strategy may be proposed."""
+        return not self.outside_elastic(strategy) and self.techniques.allow(self.work, strategy)
 
     @property
     def domain(self) -> int:

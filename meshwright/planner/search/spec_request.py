@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.api.parallelism import ASSUMED_CONTEXT_METHOD, ParallelismSpec
-from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.spec import ParallelTrainingJobSpec, ReplicaLossAction
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cost.machine import Machine
@@ -64,6 +64,8 @@ def search_request(
             ),
         ),
         gpus_per_worker=spec.workers.gpus_per_worker,
+        fewest_replicas=spec.elastic.min_replicas if restricted and spec.elastic is not None else 1,
+        most_replicas=spec.elastic.max_replicas if restricted and spec.elastic is not None else None,
     )
 
 
@@ -173,8 +175,12 @@ def techniques_for(job: TrainingJob, techniques: Techniques = MESHWRIGHT_TECHNIQ
 
 def _pins(spec: ParallelTrainingJobSpec, job: TrainingJob) -> Pins:
     """Return the decisions that a free search may not make: some jobs fix the replicas or need entire sequences."""
+    # A replica that is left must have the whole state (`recovery.onReplicaLoss`).
+    whole = spec.recovery.on_replica_loss is ReplicaLossAction.CONTINUE
     return Pins(
         context=_only_context(job, ParallelismSpec()),
+        expert=1 if whole else None,
+        zero_stage=0 if whole else None,
         data=spec.replicas if job.training.outer is not None else None,
     )
 

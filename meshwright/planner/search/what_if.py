@@ -9,6 +9,7 @@ from meshwright.planner.search.best_first import SearchResult, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.errors import NothingFitsError
 from meshwright.planner.search.request import SearchRequest
+from meshwright.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +45,20 @@ def what_ifs(result: SearchResult) -> tuple[WhatIf, ...]:
     return tuple(answers)
 
 
+def _twice_the_gpus(request: SearchRequest) -> int:
+    """Twice the GPUs, or as many as a job may have if those are less."""
+    most = min(MAX_WORLD_SIZE, MAX_WORKERS * request.gpus_per_worker)
+    return 2 * request.gpus if request.techniques.runs is None else min(2 * request.gpus, most)
+
+
 def _improvements(request: SearchRequest) -> list[tuple[str, SearchRequest]]:
     machine = request.required_machine
     levels = machine.fabric.levels
     faster = (levels[0], *(replace(level, bandwidth=2 * level.bandwidth) for level in levels[1:]))
     roomier = replace(machine, gpu=replace(machine.gpu, memory=1.5 * machine.gpu.memory))
-    improved = [
-        (f"{2 * request.gpus} GPUs instead of {request.gpus}", replace(request, gpus=2 * request.gpus)),
-        ("GPUs with half again the memory", replace(request, machine=roomier)),
-    ]
+    improved = [("GPUs with half again the memory", replace(request, machine=roomier))]
+    if (more := _twice_the_gpus(request)) > request.gpus:
+        improved.insert(0, (f"{more} GPUs instead of {request.gpus}", replace(request, gpus=more)))
     if len(levels) > 1:
         network = replace(machine, fabric=Fabric(faster))
         improved.append(("twice the bandwidth between domains", replace(request, machine=network)))

@@ -294,6 +294,8 @@ def _observe_edit(observation: _Observation, running: RunningSpec, requested: Pa
     if forbidden:
         text = "; ".join(f"spec.{p.field}: {p.message}" for p in forbidden)
         return replace(as_running, blocked_edit=BlockedEdit("ImmutableField", text, retryable=False))
+    if not as_running.mesh.pending_cause and lifecycle.all_completed(as_running):
+        return as_running  # as after the end, which comes when its pods have exited
     try:
         edited = replace(observation.with_spec(requested, revision_of(requested)), fallback=as_running)
         waiting = waiting_edit(as_running, edited)

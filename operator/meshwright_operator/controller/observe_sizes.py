@@ -13,6 +13,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import LayoutStatus, ParallelTrainingJobStatus, PlanStatus
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan
+from meshwright.planner.units import count_gpus
 from meshwright.rules.elastic import continues_on_loss, resized, sizes, smallest_size, spec_of_plan, wanted_replicas
 from meshwright.rules.replan import budgets, open_specs
 from meshwright_operator.decide.observed import has_started
@@ -157,7 +158,8 @@ class _Sizing:
                 continue
             plan = self._planned_for(gpus)
             if plan is not None and plan.layout.world_size >= smallest:
-                why = f"planned anew for {gpus} GPUs (`elastic.replan`); with more, the job returns to {layout(full)}"
+                size = f"planned anew for {count_gpus(gpus)} (`elastic.replan`)"
+                why = f"{size}; with more, the job returns to {layout(full)}"
                 found.append(replace(plan, replanned=True, gpus=self.spec.gpus, reasons=(why, *plan.reasons)))
         return found
 

@@ -57,6 +57,10 @@ def check_policy(observed: Observed, namespace: str, bounds: Bounds) -> Observed
     suspended = is_true(observed.status.conditions, SUSPENDED)
     if observed.spec.suspend and (suspended or not has_started(observed.status)):
         return observed  # checked when it resumes
+    limits = [limit for limit in (bounds.max_gpus_per_job, bounds.max_gpus_in_use) if limit is not None]
+    most, running = min(limits, default=None), observed.fallback
+    fallback = replace(running, max_gpus=most) if running is not None else None
+    observed = replace(observed, max_gpus=most, fallback=fallback)
     excess = spec_excess(observed.elastic or observed.spec, observed.plan, namespace, bounds)
     if not excess:
         return _bounded_growth(observed, namespace, bounds)

@@ -94,7 +94,7 @@ class StatusWriter:
     def _delay(self, uid: str, old: KubeObject, new: KubeObject) -> float:
         """Seconds until the progress of a job may be written, or is asked for again; 0 if it may be written now."""
         written = self._written.get(uid, float("-inf"))
-        if (left := written + PROGRESS_SECONDS - self._clock()) > 0:
+        if (left := written + PROGRESS_SECONDS - self._clock()) > 0 and not _went_back(old, new):
             return left
         return 0.0 if is_news(old, new) else self._budget.ask(uid, written)
 
@@ -160,6 +160,12 @@ def is_news(old: KubeObject, new: KubeObject) -> bool:
     booked to the cause that is.
     """
     return _news(old) != _news(new)
+
+
+def _went_back(old: KubeObject, new: KubeObject) -> bool:
+    """Whether the job has begun to repeat steps, which the status says are done."""
+    before, after = old.get("step"), new.get("step")
+    return isinstance(before, int) and isinstance(after, int) and after < before
 
 
 def _news(status: KubeObject) -> tuple[object, ...]:

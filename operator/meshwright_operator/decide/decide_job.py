@@ -146,7 +146,7 @@ def _completion(decision: Decision) -> str:
         return f"All ranks completed training in generation {decision.mesh.generation}"
     if steps and reached is not None and reached > steps:
         # An edit lowered `training.steps` below the step that the checkpoint has: nothing was left to do.
-        end = f"All ranks had completed {reached} steps already, more than `spec.training.steps` ({steps})"
+        end = f"All ranks had completed {counted(reached, 'step')} already, more than `spec.training.steps` ({steps})"
         return f"{end}: training ended in generation {decision.mesh.generation}"
     done = f" {counted(steps, 'step')}" if steps else ""
     return f"All ranks completed{done or ' training'} in generation {decision.mesh.generation}"

@@ -11,8 +11,9 @@ from datetime import UTC, datetime
 
 from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright.rules.recovery_times import CAUSE_WAIT_SECONDS
+from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.hang_detection import hung_command, hung_ranks, silent_agents, stuck_agents
-from meshwright_operator.decide.observed import Observed, PodState, Worker
+from meshwright_operator.decide.observed import GONE, Observed, PodState, Worker
 from meshwright_operator.decide.report_interval import FRESH_INTERVALS
 from meshwright_operator.decide.restart_policy import (
     CAUSES,
@@ -45,8 +46,6 @@ JOB_FAILURES = {
 }
 """Failures of ranks that another start would repeat, until somebody changes the spec or its inputs -> reason."""
 
-GONE = frozenset({PodState.MISSING, PodState.ENDING, PodState.DISRUPTED, PodState.LOST})
-
 
 def detect(observed: Observed) -> Interruption | Undetermined | None:
     """What interrupted the current generation. None while it is healthy."""
@@ -57,8 +56,10 @@ def detect(observed: Observed) -> Interruption | Undetermined | None:
 def lost_pods(observed: Observed) -> Interruption | None:
     """Pods that were deleted, evicted, preempted or lost with their node, or are being deleted.
 
-    A worker that has completed the run needs its pod no more.
+    A worker that has completed the run needs its pod no more, nor does any other one then.
     """
+    if lifecycle.run_ends(observed):
+        return None
     gone = [worker for worker in observed.workers if worker.state in GONE and not worker.completed]
     if not gone:
         return None
@@ -87,6 +88,8 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
         named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in down[:3]) + _more(down, 3)
         return Interruption(NODE_LOST, f"Ranks failed, and nodes are down: {named}", lost=down)
     root = {index for index, received in failing.items() if received.report.failure is not FailureKind.PEER_LOST}
+    if not root and lifecycle.run_ends(observed):
+        return None  # they waited for a peer that had completed the run, or that was lost after it
     oldest = max(received.halted_seconds for received in failing.values())
     wait = CAUSE_WAIT_SECONDS if root else PEER_LOST_WAIT_SECONDS
     if root and all(worker.index in failing or _holds_state(worker, observed) for worker in observed.workers):

@@ -9,9 +9,12 @@ from meshwright.api import conditions as names
 from meshwright.api.conditions import is_true
 from meshwright.api.spec import ParallelTrainingJobSpec, SuccessPolicy
 from meshwright.api.status import ParallelTrainingJobStatus, added
+from meshwright.protocol.messages import AgentState
 from meshwright.protocol.run_config import NativeRun
+from meshwright.rules.recovery_times import LOSSES
+from meshwright_operator.decide import restart_policy
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
-from meshwright_operator.decide.observed import Observed, PodState, Worker
+from meshwright_operator.decide.observed import GONE, LOST_WITH_POD, Observed, PodState, Worker
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
 EXIT_SECONDS = 120.0
@@ -34,22 +37,57 @@ def has_result(status: ParallelTrainingJobStatus) -> bool:
 def succeeded(observed: Observed) -> bool:
     """Whether the workers that the success policy names have succeeded, with the current revision of the spec."""
     required = _required(observed)
-    return (
-        bool(required)
-        and observed.mesh.generation > 0
-        and all(_succeeded(observed, worker) for worker in required)
-        and any(worker.state is PodState.SUCCEEDED for worker in required)
+    if not required or observed.mesh.generation == 0:
+        return False
+    witnesses = observed.workers if isinstance(observed.run, NativeRun) else required
+    return _completed_before_loss(observed) or (
+        all(_succeeded(observed, worker) for worker in required)
+        and any(worker.state is PodState.SUCCEEDED for worker in witnesses)
     )
 
 
 def all_completed(observed: Observed) -> bool:
     """Whether the workers that the success policy names have completed the run, whether their pods exit or not.
 
-    The last report of an agent, or its copy in status, says so.
+    The last report of an agent, or its copy in status, says so. A worker that was lost when the run ended reports
+    nothing, and keeps the others from nothing but the end of their processes.
     """
     required = _required(observed)
-    done = all(worker.completed and worker.state is not PodState.CRASHED for worker in required)
-    return bool(required) and observed.mesh.generation > 0 and done
+    crashed = any(worker.state is PodState.CRASHED for worker in required)
+    if not required or observed.mesh.generation == 0 or crashed:
+        return False
+    lost = run_ends(observed) and any(worker.state in GONE and not worker.completed for worker in observed.workers)
+    return lost or all(worker.completed for worker in required)
+
+
+def run_ends(observed: Observed) -> bool:
+    """Whether a worker has completed the current run of the built-in runtime: the others have no step left.
+
+    The last step is collective, and so is the save after it, without which no rank completes the run.
+    """
+    return _runs_together(observed) and not observed.mesh.pending_cause and any(w.completed for w in observed.workers)
+
+
+def _runs_together(observed: Observed) -> bool:
+    """Whether the current generation is one of the built-in runtime, with the current revision of the spec."""
+    plan = observed.status.plan
+    same = plan is not None and plan.revision in ("", observed.revision)
+    return same and observed.mesh.generation > 0 and isinstance(observed.run, NativeRun)
+
+
+def _completed_before_loss(observed: Observed) -> bool:
+    """Whether a worker has completed the run that a lost worker seemed to end: its loss was seen before their end.
+
+    The proof is a report of that generation, or a pod whose ranks were part of it.
+    """
+    cause, formed = observed.mesh.pending_cause, parse_time(observed.mesh.started_time)
+    if cause not in LOSSES or restart_policy.cause_named(cause).limited or not _runs_together(observed):
+        return False
+    reports = (received.report for received in observed.agents.reports.values())
+    if any(r.state is AgentState.COMPLETE and r.generation == observed.mesh.generation for r in reports):
+        return True
+    pods = [worker.pod for worker in observed.workers if worker.state is PodState.SUCCEEDED and worker.pod is not None]
+    return formed is not None and any(pod.created is not None and pod.created <= formed for pod in pods)
 
 
 def exit_left(status: ParallelTrainingJobStatus, now: datetime) -> float | None:
@@ -68,7 +106,7 @@ def _required(observed: Observed) -> Sequence[Worker]:
 def _succeeded(observed: Observed, worker: Worker) -> bool:
     """Whether a worker has succeeded. Without a pod, only in the current generation.
 
-    Ranks of the built-in runtime end together, because their last step is collective. So a worker without a pod has
+    Ranks of the built-in runtime end together, because their last step is collective. So a worker whose pod is lost has
     succeeded if another one has. `succeeded` checks that there is one, and that no worker runs.
     """
     if worker.pod is not None and worker.state is PodState.SUCCEEDED:
@@ -76,7 +114,7 @@ def _succeeded(observed: Observed, worker: Worker) -> bool:
     plan = observed.status.plan
     if observed.mesh.pending_cause or plan is None or plan.revision not in ("", observed.revision):
         return False
-    ends_with_others = worker.state is PodState.MISSING and isinstance(observed.run, NativeRun)
+    ends_with_others = worker.state in LOST_WITH_POD and isinstance(observed.run, NativeRun)
     return worker.state is PodState.SUCCEEDED or ends_with_others
 
 

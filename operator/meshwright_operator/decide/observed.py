@@ -48,6 +48,8 @@ class PodState(StrEnum):
 
 LOST_WITH_POD = frozenset({PodState.MISSING, PodState.DISRUPTED, PodState.LOST})
 """States that do not matter to a worker that has completed the run."""
+GONE = LOST_WITH_POD | {PodState.ENDING}
+"""States of a worker that is lost, or will be."""
 ENDED = frozenset({PodState.MISSING, PodState.SUCCEEDED, PodState.CRASHED, PodState.DISRUPTED, PodState.LOST})
 LIVE = frozenset({PodState.PENDING, PodState.RUNNING})
 
@@ -147,6 +149,8 @@ class Observed:
     namesakes: Sequence[Pod] = ()
     """Pods with the job's name that it does not own, such as those of a deleted job."""
     agents: Agents = field(default_factory=Agents)
+    max_gpus: int | None = None
+    """GPUs that the administrator's policy lets the job hold, also while it moves. None without a bound."""
     default_ttl: int | None = None
     """Seconds after which the administrator's policy deletes the job once it has finished, if its spec has no time."""
     binding: BindingLimits = DEFAULT_LIMITS

@@ -79,7 +79,7 @@ def update_size(decision: Decision) -> bool:
     if size.new_workers:
         return False
     reason = f"job {observed.taken_by}, which waits, comes first" if observed.taken_by else ""
-    shrink(decision, size, reason or f"{plan.layout.data} are wanted")
+    shrink(decision, size, reason or sizing.wanted_text(plan))
     # The event of the new status reconciles the job. This is for one that is lost.
     decision.requeue_within(SHRINK_SECONDS)
     return True

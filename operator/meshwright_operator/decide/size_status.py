@@ -213,6 +213,8 @@ def _why_this_size(decision: Decision, plan: Plan) -> str:
     if plan.replanned and spec is not None and spec.elastic is not None:
         least = counted(spec.elastic.min_replicas, "replica")
         return f"the nodes that are left do not fit {least} in the full layout"
+    if plan.layout.data == sizing.wanted(decision.observed):
+        return sizing.wanted_text(plan)
     return "that is what the free nodes allow"
 
 

@@ -67,6 +67,11 @@ def wanted(observed: Observed) -> int:
     return wanted_replicas(observed.elastic)
 
 
+def wanted_text(plan: Plan) -> str:
+    """That a plan has the wanted size."""
+    return f"{plan.layout.data} {'is' if plan.layout.data == 1 else 'are'} wanted"
+
+
 def is_larger(plan: Plan, observed: Observed) -> bool:
     """Whether a plan has more ranks than the one in effect."""
     return plan.layout.world_size > observed.plan.layout.world_size

@@ -5,8 +5,8 @@ is in memory only. So each decision copies what it sees to `status.mesh.succeede
 it, and the next generation starts with an empty list.
 
 If no operator ran between the end of a pod and the removal of its object, nothing is stored. Ranks of the built-in
-runtime end together, because their last step is collective: a worker without a pod has succeeded too if another one
-has and none runs. A worker of a `runtime.command` must run again.
+runtime end together, because their last step is collective: a worker whose pod is lost has succeeded too if another one
+has. A worker of a `runtime.command` must run again.
 """
 
 from __future__ import annotations

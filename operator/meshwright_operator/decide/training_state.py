@@ -6,11 +6,13 @@ a user's command reports no steps, so each of its agents must report.
 
 from __future__ import annotations
 
+import sys
+
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find
 from meshwright.api.spec import CordonedNodes
 from meshwright.api.status import ParallelTrainingJobStatus
-from meshwright.protocol.run_config import CommandRun, NativeRun
+from meshwright.protocol.run_config import CommandRun
 from meshwright.rules.recovery_times import MIN_TIMEOUT_SECONDS
 from meshwright_operator.decide import (
     gang_actions,
@@ -19,6 +21,7 @@ from meshwright_operator.decide import (
     mesh_generation,
     progress,
     resize,
+    sizing,
     slow_ranks,
     start_work,
 )
@@ -139,7 +142,8 @@ def _move_off_draining_nodes(decision: Decision) -> None:
         return
     if _run_ends(observed):
         return  # workers that have completed the run cannot join another mesh
-    if observed.elastic is not None:
+    beside = observed.elastic is not None and _has_room_beside(observed, len(draining))
+    if observed.elastic is not None and (beside or observed.joining):
         resize.move_beside(decision, draining)
         decision.requeue_within(MOVE_RETRY_SECONDS)
         return
@@ -151,7 +155,17 @@ def _move_off_draining_nodes(decision: Decision) -> None:
     decision.requeue_within(MOVE_RETRY_SECONDS)
 
 
+def _has_room_beside(observed: Observed, workers: int) -> bool:
+    """Whether policy and queue let an elastic job hold more workers for as long as these start."""
+    each, admission = observed.plan.gpus_per_worker, observed.admission
+    limits = [observed.max_gpus] if observed.max_gpus is not None else []
+    if admission is not None:
+        per_replica = observed.plan.layout.world_size // observed.plan.layout.data
+        admitted = admission.workers * each if admission.workers is not None else sizing.wanted(observed) * per_replica
+        limits.append(admitted)
+    return observed.plan.layout.world_size + workers * each <= min(limits, default=sys.maxsize)
+
+
 def _run_ends(observed: Observed) -> bool:
-    """Whether only pods have to exit. Ranks of the built-in runtime complete the run together."""
-    together = isinstance(observed.run, NativeRun) and any(worker.completed for worker in observed.workers)
-    return together or lifecycle.all_completed(observed)
+    """Whether only pods have to exit."""
+    return lifecycle.run_ends(observed) or lifecycle.all_completed(observed)

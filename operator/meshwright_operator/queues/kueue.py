@@ -41,6 +41,7 @@ from meshwright_operator.queues.workload_manifest import (
     spec_of,
     workload,
 )
+from meshwright_operator.text import counted
 from meshwright_operator.timestamps import utc_now
 
 FLAVOR_SECONDS = 60.0
@@ -274,9 +275,9 @@ class Kueue:
         self, key: JobKey, job: KubeObject, observed: Observed, found: KubeObject | None
     ) -> Observed:
         """A job that MultiKueue has sent here: its Workload is there, and becomes the job's own."""
-        name = _prebuilt(job)
+        name, demand = _prebuilt(job), demand_of(job, observed)
         if found is not None:
-            if not (short := _shortage(found, demand_of(job, observed))):
+            if not (short := _shortage(found, demand)):
                 return observed
             text = f"Workload {name} {short}: it is not that of this job"
             return replace(observed, admission=Admission(admitted=False, message=text))
@@ -287,10 +288,8 @@ class Kueue:
             if error.code != NOT_FOUND:
                 raise
             return waiting
-        owners = [one for one in there["metadata"].get("ownerReferences") or () if one.get("controller")]
-        if any(one.get("uid") != observed.uid for one in owners):
-            text = f"Workload {name} belongs to {owners[0].get('kind')} {owners[0].get('name')}, and not to this job"
-            return replace(observed, admission=Admission(admitted=False, message=text))
+        if text := _why_not_of(there, key, observed.uid, demand):
+            return replace(observed, admission=Admission(admitted=False, message=f"Workload {name} {text}"))
         metadata = {
             "labels": {JOB_UID: observed.uid, labels.LABEL_JOB_UID: observed.uid, labels.LABEL_JOB: key.name},
             "ownerReferences": [owner_reference(key.name, observed.uid)],
@@ -423,19 +422,33 @@ def _covers(found: KubeObject, demand: Demand, observed: Observed) -> bool:
     return demand.least is not None and same_pods and demand.workers <= count
 
 
+def _why_not_of(there: KubeObject, key: JobKey, uid: str, demand: Demand) -> str:
+    """Why a job may not take a Workload that was there before it. Empty if it may.
+
+    MultiKueue sends a Workload without its owner, but with the labels of the operator that made it.
+    """
+    owners = [one for one in there["metadata"].get("ownerReferences") or () if one.get("controller")]
+    if any(one.get("uid") != uid for one in owners):
+        return f"belongs to {owners[0].get('kind')} {owners[0].get('name')}, and not to this job"
+    if (other := _labels(there).get(labels.LABEL_JOB, key.name)) != key.name:
+        return f"came with job {other}, and not with this one"
+    short = _shortage(there, demand)
+    return f"{short}: it is not that of this job" if short else ""
+
+
 def _shortage(found: KubeObject, demand: Demand) -> str:
     """How a Workload that somebody else made asks for less than the job needs, so that its quota is not enough."""
     pods = state.pod_set_of(found)
     count, needed = int(pods.get("count") or 0), demand.workers if demand.least is None else demand.least
     if count < needed:
-        return f"asks for {count} pods, and the job needs {needed}"
+        return f"asks for {counted(count, 'pod')}, and the job needs {needed}"
     workers = demand.spec.workers
     try:
         gpus = pod_request({"spec": (pods.get("template") or {}).get("spec") or {}}, workers.gpu_resource).gpus
     except MALFORMED:
         gpus = 0
     if gpus < workers.gpus_per_worker and not workers.resource_claims:
-        return f"asks for {gpus} GPUs per pod, and the job needs {workers.gpus_per_worker}"
+        return f"asks for {counted(gpus, 'GPU')} per pod, and the job needs {workers.gpus_per_worker}"
     return ""
 
 

@@ -16,6 +16,7 @@ from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.mesh_generation import uses_external_scheduler
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import NotGranted
+from meshwright_operator.decide.waiting_edit import has_waited
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.scheduler import JobScheduler
@@ -53,7 +54,7 @@ class EditAdmission:
         reason = result.reason or DOES_NOT_FIT
         # The placer wakes the job when the edit fits.
         blocked = BlockedEdit(reason, _message(result), retryable=True, retry_seconds=result.retry_seconds)
-        return replace(running, blocked_edit=blocked)
+        return replace(running, blocked_edit=blocked, waiting_edit=has_waited(running, observed))
 
 
 def _message(answer: NotGranted) -> str:

@@ -28,6 +28,7 @@ from meshwright.planner.search.explain import reasons
 from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes
 from meshwright.planner.search.what_if import what_ifs
+from meshwright.rules.parallelism import MAX_WORKERS
 from meshwright.schedules.registry import kind_of
 from tests.tiers import mostly_long
 
@@ -274,6 +275,16 @@ def test_reasons_name_every_dimension_and_neighbors_their_cost() -> None:
     assert neighbors
     for one in neighbors:
         assert one.slower is None or one.slower >= 1 / TIE_TOLERANCE - 1e-9, one.sentence
+
+
+def test_twice_the_gpus_are_no_more_than_a_job_may_have() -> None:
+    """With one GPU in each worker, they are as many as workers."""
+    request = SearchRequest(Workload(SHALLOW, 1024, 2 * MAX_WORKERS), MACHINE, 768, techniques=MESHWRIGHT_TECHNIQUES)
+    assert what_ifs(search(request))[0].change == "1024 GPUs instead of 768"
+    full = what_ifs(search(replace(request, gpus=MAX_WORKERS)))
+    assert not any("instead of 1024" in what.change for what in full)
+    free = replace(request, techniques=replace(MESHWRIGHT_TECHNIQUES, runs=None))
+    assert what_ifs(search(free))[0].change == "1536 GPUs instead of 768"
 
 
 def test_more_gpus_never_give_less() -> None:

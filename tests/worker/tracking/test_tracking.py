@@ -26,9 +26,16 @@ Steps = dict[int, float]
 
 
 def report(step: int, loss: float | None = None, **more: Any) -> StepReport:
-    fields = {"gradient_norm": 1.5, "learning_rate": 1e-3, "tokens": 640, "samples": 10 * step, "seconds": 0.5}
+    fields = {
+        "gradient_norm": 1.5,
+        "learning_rate": 1e-3,
+        "tokens": 640,
+        "samples": 10 * step,
+        "seconds": 0.5,
+        "data_seconds": 0.1,
+    }
     loss = 10.0 / step if loss is None else loss
-    return StepReport(step=step, loss=loss, data_seconds=0.1, **{**fields, **more})
+    return StepReport(step=step, loss=loss, **{**fields, **more})
 
 
 def start(directory: Path, spec: TrackingSpec, step: int = 0, generation: int = 1, replicas: int = 2) -> Start:
@@ -216,6 +223,12 @@ def test_numbers_that_are_not_finite_are_left_out():
     assert "gradientNorm" not in record
     assert record["tokensPerSecond"] == 1280.0
     json.dumps(record, allow_nan=False)
+
+
+def test_the_report_of_a_step_that_a_loss_interrupted_has_no_time():
+    record = step_record(report(3, seconds=0.0, data_seconds=0.0), 1)
+    assert {"tokensPerSecond", "stepSeconds", "dataSeconds", "mfu"}.isdisjoint(record)
+    assert record["loss"] == report(3).loss
 
 
 def test_a_tracker_that_fails_is_counted_warned_about_once_and_the_others_continue(

@@ -475,6 +475,7 @@ class TrainingLog:
         step = f"{report.step}/{self._total}" if self._total else str(report.step)
         return (
             f"step {step} loss={report.loss:.4f} lr={report.learning_rate:.3g} grad_norm={report.gradient_norm:.3g}"
-            f" tokens/s={tokens_per_second:.0f} step_seconds={report.seconds:.3f}"
+            f" tokens/s={tokens_per_second:.0f}"
+            + (f" step_seconds={report.seconds:.3f}" if report.seconds else "")
             + (f" eval_loss={evaluated:.4f} perplexity={perplexity(evaluated):.4g}" if evaluated is not None else "")
         )

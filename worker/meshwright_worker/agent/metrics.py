@@ -41,10 +41,15 @@ def job_metric(name: str, kind: Kind, text: str, read: Callable[[StepReport], fl
 
 
 def rank_metric(
-    name: str, kind: Kind, text: str, read: Callable[[StepReport], float], buckets: tuple[float, ...] = ()
+    name: str, kind: Kind, text: str, read: Callable[[StepReport], float | None], buckets: tuple[float, ...] = ()
 ) -> Metric[StepReport]:
-    """Declare a metric of every rank, read from its steps."""
-    return Metric(name, kind, text, (*JOB, RANK), buckets, source=lambda report: [((), read(report))])
+    """Declare a metric of every rank, read from its steps. None is no sample."""
+
+    def source(report: StepReport) -> Iterable[Sample]:
+        value = read(report)
+        return [] if value is None else [((), value)]
+
+    return Metric(name, kind, text, (*JOB, RANK), buckets, source=source)
 
 
 def rank_part_metric(
@@ -212,7 +217,7 @@ class WorkerMetrics(Exporter):
         "ptj_step_duration_seconds",
         Kind.HISTOGRAM,
         "Time of a training step.",
-        lambda report: report.seconds,
+        lambda report: report.seconds or None,
         STEP_BUCKETS,
     )
     data_wait_seconds = rank_metric(

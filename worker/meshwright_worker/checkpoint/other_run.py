@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.api.checkpoint import CheckpointSpec, StoreSpec
 from meshwright.checkpoint_places import ResumeSource, resume_source
+from meshwright.figures import counted
 from meshwright_worker.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from meshwright_worker.checkpoint.files import CheckpointPath, files_of
 from meshwright_worker.checkpoint.loader import check_same_run, read_intact, steps_on_mesh
@@ -147,8 +148,8 @@ def _why_none(
 def _check_steps_left(step: int, steps: int) -> None:
     if step >= steps:
         raise ResumeSourceError(
-            f"that run has completed {step} steps, and `training.steps`, which includes them, is {steps}: set it above "
-            f"{step}, or name an earlier checkpoint"
+            f"that run has completed {counted(step, 'step')}, and `training.steps`, which includes them, is {steps}: "
+            f"set it above {step}, or name an earlier checkpoint"
         )
 
 

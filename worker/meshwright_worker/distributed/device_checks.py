@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from meshwright.api.precision import Precision
 from meshwright.api.training import TrainingSpec
+from meshwright.figures import counted
 from meshwright_worker.distributed.device import DeviceProperties
 from meshwright_worker.rank.failures import InvalidRunError
 
@@ -42,7 +43,8 @@ def validate_device(properties: DeviceProperties, ranks: int, training: Training
     """
     if properties.capability is not None and ranks > properties.count:
         raise DeviceMissingError(
-            f"`workers.gpusPerWorker: {ranks}`: the pod sees {properties.count} GPUs; nearest: {properties.count}"
+            f"`workers.gpusPerWorker: {ranks}`: the pod sees {counted(properties.count, 'GPU')}; "
+            f"nearest: {properties.count}"
         )
     problems = [*device_problems(properties, training.precision, fp8=training.fp8 is not None)]
     if training.compile:

@@ -54,8 +54,9 @@ def step_record(report: StepReport, generation: int) -> dict[str, Any]:
         "learningRate": report.learning_rate,
         "gradientNorm": report.gradient_norm,
         "tokensPerSecond": report.tokens / report.seconds if report.seconds > 0 else None,
-        "stepSeconds": report.seconds,
-        "dataSeconds": report.data_seconds,
+        # The end of a step that a lost rank interrupted has no time.
+        "stepSeconds": report.seconds or None,
+        "dataSeconds": report.data_seconds if report.seconds else None,
         "samples": report.samples,
         "evaluationLoss": report.evaluation_loss,
         "pipelineBubble": report.pipeline_bubble,
