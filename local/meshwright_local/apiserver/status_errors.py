@@ -135,6 +135,11 @@ def duplicate(field: str, value: object) -> Cause:
     return Cause(field, "FieldValueDuplicate", f"Duplicate value: {format_value(value)}")
 
 
+def too_many(field: str, count: int, most: int) -> Cause:
+    """Return the cause of a list with too many items."""
+    return Cause(field, "FieldValueTooMany", f"Too many: {count}: must have at most {most} items")
+
+
 def not_allowed(field: str, why: str) -> Cause:
     """Return the cause of a field that must not be set or changed."""
     return Cause(field, "FieldValueForbidden", f"Forbidden: {why}")

@@ -9,6 +9,7 @@ import orjson
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
+from meshwright_local.apiserver.admission.container_life import PROBES, life_causes
 from meshwright_local.apiserver.admission.metadata import problem
 from meshwright_local.apiserver.admission.pod_spec import container_causes, spec_causes
 from meshwright_local.apiserver.admission.quota import apply_limits, containers_of
@@ -172,11 +173,18 @@ def _default_container(container: KubeObject) -> None:
     container.setdefault("terminationMessagePath", "/dev/termination-log")
     container.setdefault("terminationMessagePolicy", "File")
     container.setdefault("resources", {})
-    for name in ("livenessProbe", "readinessProbe", "startupProbe"):
+    for name in PROBES:
         if container.get(name):
-            container[name] |= {**_PROBE_DEFAULTS, **container[name]}
-            if container[name].get("httpGet"):
-                container[name]["httpGet"] |= {"scheme": "HTTP", "path": "/", **container[name]["httpGet"]}
+            container[name] |= {**_PROBE_DEFAULTS, **{key: value for key, value in container[name].items() if value}}
+            if container[name].get("grpc"):
+                container[name]["grpc"].setdefault("service", "")
+    hooks = container.get("lifecycle") or {}
+    hooks.pop("stopSignal", None)  # off by default in 1.36
+    if not hooks:
+        container.pop("lifecycle", None)
+    for handler in (*(hooks.get(name) for name in ("postStart", "preStop")), *(container.get(name) for name in PROBES)):
+        if handler and handler.get("httpGet"):
+            handler["httpGet"] |= {"scheme": "HTTP", "path": "/", **handler["httpGet"]}
     for entry in container.get("env") or ():
         reference = (entry.get("valueFrom") or {}).get("fieldRef")
         if reference:
@@ -193,6 +201,7 @@ def check_pod_spec(spec: KubeObject, path: str) -> list[Cause]:
     for where, container in containers:
         causes += _check_container(container, volumes, where)
         causes += container_causes(container, where, host_network=bool(spec.get("hostNetwork")))
+        causes += life_causes(container, where, spec.get("terminationGracePeriodSeconds", _GRACE_SECONDS))
     causes += spec_causes(spec, path)
     for key, choices in _ENUMS.items():
         if spec.get(key, choices[0]) not in choices:
