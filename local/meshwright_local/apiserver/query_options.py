@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ class WriteOptions:
     dry_run: bool = False
     field_validation: str = "Warn"
     force: bool = False
+    check: Callable[[Any, KubeObject, KubeObject | None], None] | None = None
+    """A check of the user's rights, with the resource, the new object and the old one; raises ApiError."""
     warnings: list[str] = field(default_factory=list)
     """Texts of the response's Warning headers."""
 

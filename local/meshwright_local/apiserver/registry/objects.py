@@ -60,6 +60,8 @@ class Objects:
         if metadata.pop("resourceVersion", "") not in ("", "0"):
             raise status_errors.bad_request("resourceVersion should not be set on objects to be created")
         admit(resource, obj, None, options, "")
+        if options.check is not None:
+            options.check(resource, obj, None)
         if not applied:
             track_update(resource.node, None, obj, _writer(resource, options, ""), custom=resource.custom)
         resource.rules.create(obj, self.store)
@@ -136,6 +138,8 @@ class Objects:
         new = _restricted(resource, old, new, subresource)
         metadata, was = new["metadata"], old["metadata"]
         admit(resource, new, old, options, subresource)
+        if options.check is not None:
+            options.check(resource, new, old)
         if not applied:
             track_update(resource.node, old, new, _writer(resource, options, subresource), custom=resource.custom)
         if (

@@ -14,6 +14,7 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.admit import check_place
 from meshwright_local.apiserver.admission.metadata import field_value
+from meshwright_local.apiserver.auth.escalation import GrantCheck
 from meshwright_local.apiserver.auth.identity import Authenticator, RequestAttributes
 from meshwright_local.apiserver.query_options import (
     WriteOptions,
@@ -49,6 +50,8 @@ class Call:
     resource: Resource
     target: RequestAttributes
     fault_outcome: FaultOutcome
+    grant_check: GrantCheck
+    """Whether its user may grant what it writes."""
 
     def view(self) -> View:
         """Format of the response."""
@@ -58,7 +61,9 @@ class Call:
     def options(self) -> WriteOptions:
         """Options of the write."""
         request = self.request
-        return write_options(request.method, request.query, request.headers.get("User-Agent", ""))
+        options = write_options(request.method, request.query, request.headers.get("User-Agent", ""))
+        options.check = self.grant_check
+        return options
 
     @property
     def content_type(self) -> str:

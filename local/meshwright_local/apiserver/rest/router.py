@@ -13,6 +13,7 @@ import orjson
 from aiohttp import web
 
 from meshwright_local.apiserver.admission.metadata import field_value
+from meshwright_local.apiserver.auth.escalation import GrantCheck
 from meshwright_local.apiserver.auth.identity import (
     ADMINS,
     SERVICE_ACCOUNT,
@@ -135,7 +136,8 @@ class Routes:
         fault_outcome = await self._chaos.apply_rules(
             await self._named(request, target), request.headers.get("User-Agent", "")
         )
-        response = await self._handlers.answer(Call(request, resource, target, fault_outcome))
+        grant_check = GrantCheck(self._authorizer, user, target)
+        response = await self._handlers.answer(Call(request, resource, target, fault_outcome, grant_check))
         if fault_outcome.answer_lost and request.transport is not None:
             request.transport.abort()
         return response
