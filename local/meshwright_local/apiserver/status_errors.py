@@ -28,8 +28,10 @@ class ApiError(Exception):
         *,
         retry_after: int | None = None,
         plain: bool = False,
+        metadata: KubeObject | None = None,
     ) -> None:
         super().__init__(message)
+        self.metadata = metadata or {}
         self.code, self.reason, self.message, self.plain = code, reason, message, plain
         self.retry_after = retry_after
         self.details = {**(details or {}), **({} if retry_after is None else {"retryAfterSeconds": retry_after})}
@@ -37,7 +39,7 @@ class ApiError(Exception):
     def status(self) -> KubeObject:
         """Return the `Status` object of the response."""
         details = {key: value for key, value in self.details.items() if value not in ("", [])}
-        head = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+        head = {"kind": "Status", "apiVersion": "v1", "metadata": self.metadata, "status": "Failure"}
         why = {"reason": self.reason} if self.reason else {}
         return {**head, "message": self.message, **why, **({"details": details} if details else {}), "code": self.code}
 

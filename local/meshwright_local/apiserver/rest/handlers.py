@@ -17,7 +17,9 @@ from meshwright_local.apiserver.admission.metadata import field_value
 from meshwright_local.apiserver.auth.escalation import GrantCheck
 from meshwright_local.apiserver.auth.identity import Authenticator, RequestAttributes
 from meshwright_local.apiserver.query_options import (
+    ListOptions,
     WriteOptions,
+    check_list_options,
     delete_options,
     invalid_options,
     list_options,
@@ -188,16 +190,17 @@ class Handlers:
 
     async def _list(self, call: Call) -> web.StreamResponse:
         options = list_options(call.request.query)
+        check_list_options(options)
         if options.watch:
-            return await self._watch(call)
+            return await self._watch(call, options)
         view = call.view()
         found = list_objects(self.store, call.resource, call.target.namespace, options, self._as_of(call))
         body, content_type = view.encode(view.many(*found))
         return web.Response(body=body, content_type=content_type)
 
-    async def _watch(self, call: Call) -> web.StreamResponse:
+    async def _watch(self, call: Call, options: ListOptions) -> web.StreamResponse:
         request, agent = call.request, call.request.headers.get("User-Agent", "")
-        watch = Watch(self.store, call.view(), call.target.namespace, list_options(request.query))
+        watch = Watch(self.store, call.view(), call.target.namespace, options)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
 
@@ -285,7 +288,9 @@ class Handlers:
         if (resource.namespaced and not namespace) or resource.key == NAMESPACES:
             raise status_errors.method_not_allowed()
         view, options = call.view(), {**await self._delete_options(call), "preconditions": None}
-        items, metadata = list_objects(self.store, resource, namespace, list_options(call.request.query))
+        selected = list_options(call.request.query)
+        check_list_options(selected)
+        items, metadata = list_objects(self.store, resource, namespace, selected)
         for index, item in enumerate(items):
             identity = item.obj["metadata"]
             present = self.store.find(resource.key, identity.get("namespace", ""), identity["name"])
