@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
+from meshwright_local.apiserver.rest.duplicate_keys import DuplicateKeys
 from meshwright_local.apiserver.status_errors import ApiError, Cause
 
 MAX_MANAGER = 128
@@ -27,6 +28,8 @@ class WriteOptions:
     force: bool = False
     check: Callable[[Any, KubeObject, KubeObject | None], None] | None = None
     """A check of the user's rights, with the resource, the new object and the old one; raises ApiError."""
+    duplicates: DuplicateKeys | None = None
+    """Keys that the body has twice; None without a body."""
     warnings: list[str] = field(default_factory=list)
     """Texts of the response's Warning headers."""
 

@@ -32,6 +32,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.metadata = metadata or {}
+        self.warnings: list[str] = []
         self.code, self.reason, self.message, self.plain = code, reason, message, plain
         self.retry_after = retry_after
         self.details = {**(details or {}), **({} if retry_after is None else {"retryAfterSeconds": retry_after})}

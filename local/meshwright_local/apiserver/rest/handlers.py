@@ -27,7 +27,7 @@ from meshwright_local.apiserver.query_options import (
 )
 from meshwright_local.apiserver.registry.objects import NAMESPACES, Objects
 from meshwright_local.apiserver.resource_types import Resource, set_condition
-from meshwright_local.apiserver.rest import pod_proxy, request_bodies
+from meshwright_local.apiserver.rest import duplicate_keys, pod_proxy, request_bodies
 from meshwright_local.apiserver.rest.chaos import Chaos, FaultOutcome
 from meshwright_local.apiserver.rest.kubelet_proxy import KubeletProxy
 from meshwright_local.apiserver.rest.list_watch import Watch, list_objects
@@ -72,9 +72,18 @@ class Call:
         """Media type of the body without parameters; empty if the client sets none."""
         return content_type(self.request)
 
-    async def object(self) -> KubeObject:
-        """Return the object in the body."""
-        return await body_of(self.request)
+    async def object(self, options: WriteOptions | None = None) -> KubeObject:
+        """Return the object in the body. Its duplicate keys are told in `options`."""
+        obj = await body_of(self.request)
+        if options is not None:
+            obj = self.checked(await self.request.read(), obj, options)
+        return obj
+
+    def checked(self, raw: bytes, value: Any, options: WriteOptions) -> Any:
+        """Return the value of a body, and tell the keys that it has twice."""
+        custom = self.resource.custom
+        value, options.duplicates = request_bodies.with_duplicates(self.content_type, raw, value, custom=custom)
+        return value
 
 
 def content_type(request: web.Request) -> str:
@@ -102,11 +111,11 @@ def _reply(
     body, content_type = view.encode(view.one(obj if isinstance(obj, Stored) else Stored.of(obj)))
     response = web.Response(body=body, status=status, content_type=content_type)
     for text in options.warnings if options else ():
-        response.headers.add("Warning", _warning(text))
+        response.headers.add("Warning", warning(text))
     return response
 
 
-def _warning(text: str) -> str:
+def warning(text: str) -> str:
     """The value of a Warning header."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
     return f'299 - "{escaped}"'
@@ -143,7 +152,7 @@ class Handlers:
             raise status_errors.method_not_allowed()
         response: web.StreamResponse = await handler(call)
         if resource.deprecation and not response.prepared:
-            response.headers.add("Warning", _warning(resource.deprecation))
+            response.headers.add("Warning", warning(resource.deprecation))
         return response
 
     def _special(self) -> dict[tuple[str, str, str], Methods]:
@@ -223,7 +232,8 @@ class Handlers:
     async def _create(self, call: Call) -> web.Response:
         if call.resource.namespaced and not call.target.namespace:
             raise status_errors.method_not_allowed()
-        view, options, obj = call.view(), call.options(), await call.object()
+        view, options = call.view(), call.options()
+        obj = await call.object(options)
         return _reply(view, self.objects.create(call.resource, call.target.namespace, obj, options), 201, options)
 
     def _create_by_put(self, call: Call, new: KubeObject, options: WriteOptions) -> KubeObject:
@@ -238,7 +248,8 @@ class Handlers:
         return self.objects.create(call.resource, call.target.namespace, new, options)
 
     async def _replace(self, call: Call) -> web.Response:
-        view, options, new = call.view(), call.options(), await call.object()
+        view, options = call.view(), call.options()
+        new = await call.object(options)
         resource, target = call.resource, call.target
         place = (target.namespace, target.name)
         if isinstance(new.get("metadata"), dict):  # checked before the object is looked up
@@ -252,7 +263,9 @@ class Handlers:
         view, options, raw = call.view(), call.options(), await call.request.read()
         resource, target = call.resource, call.target
         patch = request_bodies.parse_patch(call.content_type, raw, custom=resource.custom)
+        patch = call.checked(raw, patch, options)
         if call.content_type == request_bodies.APPLY_PATCH:
+            _check_applied(options)
             place = (target.namespace, target.name)
             applied, created = self.objects.apply(resource, place, patch, options, target.subresource)
             return _reply(view, applied, 201 if created else 200, options)
@@ -407,6 +420,13 @@ class Handlers:
             status.setdefault("disruptedPods", {})[pod["metadata"]["name"]] = timestamps.now()
             if not dry_run:
                 self.objects.commit(self.objects.registry.builtin(BUDGETS), budget)
+
+
+def _check_applied(options: WriteOptions) -> None:
+    """Raise `ApiError` for a configuration with duplicate keys under strict validation."""
+    if options.field_validation == "Strict" and options.duplicates is not None and options.duplicates.lines:
+        why = duplicate_keys.yaml_error(options.duplicates.lines)
+        raise status_errors.bad_request(f"error strict decoding YAML: error converting YAML to JSON: {why}")
 
 
 def _check_path_segment(name: str) -> None:

@@ -27,7 +27,7 @@ from meshwright_local.apiserver.auth.identity import (
 from meshwright_local.apiserver.registry.discovery import REVIEWS, VERSION, Registry
 from meshwright_local.apiserver.rest import pod_proxy, request_bodies
 from meshwright_local.apiserver.rest.chaos import Chaos
-from meshwright_local.apiserver.rest.handlers import Call, Handlers, body_of, plain
+from meshwright_local.apiserver.rest.handlers import Call, Handlers, body_of, plain, warning
 from meshwright_local.apiserver.status_errors import ApiError, bad_request, forbidden, method_not_allowed
 
 LOG = logging.getLogger(__name__)
@@ -107,6 +107,8 @@ class Routes:
         if error.plain:
             return web.Response(text=f"{error.message}\n", status=error.code)
         response = plain(error.status(), error.code)
+        for text in error.warnings:
+            response.headers.add("Warning", warning(text))
         if error.retry_after is not None:
             response.headers["Retry-After"] = str(error.retry_after)
         return response
