@@ -60,7 +60,11 @@ def in_json(raw: bytes, value: Any, *, typed: bool) -> tuple[Any, DuplicateKeys]
     the same structure.
     """
     found = DuplicateKeys(in_order=typed)
-    if raw.count(b'"') == orjson.dumps(value).count(b'"') and b"\\u0022" not in raw:
+    try:
+        marks = orjson.dumps(value).count(b'"')
+    except TypeError as error:
+        raise RecursionError("nested too deeply") from error
+    if raw.count(b'"') == marks and b"\\u0022" not in raw:
         return value, found
     pairs = json.loads(raw, object_pairs_hook=_Pairs)
     return _built(pairs, "", found, merge=typed), found
