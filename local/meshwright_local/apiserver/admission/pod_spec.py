@@ -48,7 +48,7 @@ def spec_causes(spec: KubeObject, path: str) -> Iterator[Cause]:
     for index, volume in enumerate(spec.get("volumes") or ()):
         yield from _volume_causes(volume, f"{path}.volumes[{index}]")
     for index, toleration in enumerate(spec.get("tolerations") or ()):
-        yield from _toleration_causes(toleration, f"{path}.tolerations[{index}]")
+        yield from toleration_causes(toleration, f"{path}.tolerations[{index}]")
     yield from _affinity_causes(spec, path)
     for index, spread in enumerate(spec.get("topologySpreadConstraints") or ()):
         if spread.get("maxSkew", 0) <= 0:
@@ -134,7 +134,8 @@ def _volume_causes(volume: KubeObject, path: str) -> Iterator[Cause]:
             yield invalid_value(f"{path}.{key}.defaultMode", mode, text)
 
 
-def _toleration_causes(toleration: KubeObject, path: str) -> Iterator[Cause]:
+def toleration_causes(toleration: KubeObject, path: str) -> Iterator[Cause]:
+    """Return the errors of a toleration."""
     key, operator, effect = (toleration.get(name) or "" for name in ("key", "operator", "effect"))
     if not key and operator != "Exists":
         text = 'operator must be Exists when `key` is empty, which means "match all values and all keys"'

@@ -13,6 +13,7 @@ from meshwright_local.apiserver.admission.container_life import PROBES, life_cau
 from meshwright_local.apiserver.admission.metadata import problem
 from meshwright_local.apiserver.admission.pod_spec import container_causes, spec_causes
 from meshwright_local.apiserver.admission.quota import apply_limits, containers_of
+from meshwright_local.apiserver.admission.runtime_classes import apply_runtime_class
 from meshwright_local.apiserver.resource_types import Rules, set_condition
 from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import Store
@@ -55,8 +56,9 @@ class PodRules(Rules):
             default_pod_spec(obj["spec"])
 
     def create(self, obj: KubeObject, store: Store) -> None:
-        """Apply limit ranges, and set the first status and the value of the priority class."""
+        """Apply runtime class and limit ranges, and set the first status and the value of the priority class."""
         spec = obj["spec"]
+        apply_runtime_class(obj, store)
         apply_limits(store, obj)
         obj["status"] = {"phase": "Pending", "qosClass": qos_class(spec)}
         if spec.get("schedulingGates"):

@@ -257,6 +257,7 @@ _COLUMNS: dict[tuple[str, str], tuple[str, ...]] = {
     + ("Allowed Disruptions=.status.disruptionsAllowed#", _AGE),
     ("rbac.authorization.k8s.io", "rolebindings"): ("Role=role", _AGE),
     ("rbac.authorization.k8s.io", "clusterrolebindings"): ("Role=role", _AGE),
+    ("node.k8s.io", "runtimeclasses"): ("Handler=.handler", _AGE),
     ("scheduling.k8s.io", "priorityclasses"): ("Value=.value#", "Global-Default=default", _AGE)
     + ("PreemptionPolicy=.preemptionPolicy",),
     ("batch", "jobs"): ("Completions=completions", _AGE),
