@@ -17,6 +17,7 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.quantities import integer_value
 from meshwright_local.nodeagent import volumes
+from meshwright_local.nodeagent.console import Console
 from meshwright_local.nodeagent.hooks import hook_of, run_hook
 from meshwright_local.nodeagent.prober import Prober
 from meshwright_local.nodeagent.restarts import RESTART_ALL, RESTARTING_ALL, RestartPolicy
@@ -60,6 +61,8 @@ class Container:
         """Whether a start has succeeded, with its `postStart` hook, or failed: the next container waits for that."""
         self._stopping, self._killed = asyncio.Event(), asyncio.Event()
         self._process: Process | None = None
+        self.console: Console | None = None
+        """Its streams, if it has `stdin` or `tty`."""
         self._template = ProcessSpec([], {}, sandbox.home)
         self._mounts: list[Mount] = []
         self._exec_processes: set[Process] = set()
@@ -190,7 +193,7 @@ class Container:
         begun = timestamps.now()
         event("Normal", "Created", f"Container created: {self.name}")
         try:
-            process = self._process = await Process.start(command)
+            process = self._process = await self._start(command)
         except StartError as error:
             event("Warning", "Failed", f"Error: {error}")
             return self._end(_START_ERROR_CODE, "StartError", begun, str(error))
@@ -208,6 +211,16 @@ class Container:
         if limit is not None:
             self._background(self._watch_memory(process, integer_value(limit)))
         code = await process.wait()
+        await self._finish()
+        if self._out_of_memory:
+            return self._end(code, "OOMKilled", begun, self._out_of_memory)
+        message = await asyncio.to_thread(self._termination_message, code)
+        return self._end(code, "Completed" if code == 0 else "Error", begun, message)
+
+    async def _finish(self) -> None:
+        """End everything that belonged to a run, now that its main process is gone."""
+        if self.console is not None:
+            await self.console.close()
         for task in self._tasks:
             task.cancel()
         for other in list(self._exec_processes):
@@ -216,10 +229,20 @@ class Container:
         if self._halting is not None:
             # A hook that sleeps is slept to its end, also if the process has ended before.
             await asyncio.wait({self._halting})
-        if self._out_of_memory:
-            return self._end(code, "OOMKilled", begun, self._out_of_memory)
-        message = await asyncio.to_thread(self._termination_message, code)
-        return self._end(code, "Completed" if code == 0 else "Error", begun, message)
+
+    async def _start(self, command: ProcessSpec) -> Process:
+        self.console = None
+        if not self.spec.get("stdin") and not self.spec.get("tty"):
+            return await Process.start(command)
+        console = Console(self.log, tty=bool(self.spec.get("tty")))
+        try:
+            process = await Process.start(replace(command, log=None, tty=console.tty), console.child)
+        finally:
+            console.begin()
+        if not self.spec.get("stdin") and not console.tty:
+            console.close_input()
+        self.console = console
+        return process
 
     async def _command(self) -> ProcessSpec:
         """Return the process to run. Everything that the spec refers to is read again for each run."""

@@ -46,6 +46,9 @@ class PodRunner:
         self._restarting: asyncio.Task[None] | None = None
         self._interrupted = asyncio.Event()
         """Set if the pod is to stop, or all of its containers are to begin again."""
+        self._prepared = asyncio.Event()
+        """Set once containers can start."""
+        self._added: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._dirty, self._reporting = asyncio.Event(), asyncio.Lock()
         self._sent: KubeObject | None = None
@@ -53,8 +56,8 @@ class PodRunner:
 
     @property
     def all_containers(self) -> list[Container]:
-        """The init containers, then the others."""
-        return [*self.init, *self.containers]
+        """The init containers, then the others, then ephemeral ones."""
+        return [*self.init, *self.containers, *self._status.ephemeral]
 
     @property
     def over(self) -> bool:
@@ -70,6 +73,7 @@ class PodRunner:
         """Handle a change of the object: a deletion, or a second one with a shorter grace period; conditions."""
         self.sandbox.pod = pod
         self._dirty.set()
+        self._add_ephemeral()
         if self.deleting:
             self.stop(float(pod["metadata"].get("deletionGracePeriodSeconds", self.sandbox.grace)))
 
@@ -85,6 +89,17 @@ class PodRunner:
         if self._termination is not None:
             self._termination.cancel()
         self._termination = asyncio.create_task(self._terminate(max(grace, 1.0)))
+
+    def _add_ephemeral(self) -> None:
+        """Run ephemeral containers that were added to the pod: once, whatever the others do."""
+        known = {container.name for container in self._status.ephemeral}
+        for spec in self.sandbox.pod["spec"].get("ephemeralContainers") or ():
+            if spec["name"] not in known and self._prepared.is_set() and not self._stopping.is_set():
+                container = Container(self.sandbox, spec, RestartPolicy("Never"), "ContainerCreating")
+                self._status.ephemeral.append(container)
+                task = asyncio.create_task(container.run())
+                self._added.add(task)
+                task.add_done_callback(self._added.discard)
 
     def fail(self, reason: str, message: str, grace: float = 0.0) -> None:
         """End the pod as failed, before or after its containers have started."""
@@ -151,6 +166,8 @@ class PodRunner:
         # A container may read `status.podIP` as soon as it starts.
         await self._flush()
         await self._prepare_volumes()
+        self._prepared.set()
+        self._add_ephemeral()
         await self._run_containers()
         while self._restarting is not None and not self._stopping.is_set():
             await self._restarting
@@ -158,7 +175,7 @@ class PodRunner:
             if not self._stopping.is_set():
                 self._interrupted.clear()
                 self._status.initialized = False
-                for container in self.all_containers:
+                for container in (*self.containers, *self.init):
                     container.begin_again()
                 await self._run_containers()
 
@@ -170,7 +187,7 @@ class PodRunner:
                         group.create_task(container.run())
                         await container.attempted.wait()
             if self._restarting is None:
-                # Nothing needs the sidecars any more.
+                # Nothing needs sidecars and ephemeral containers any more.
                 self.stop(self.sandbox.grace)
 
     async def _initialize(self, sidecars: asyncio.TaskGroup) -> bool:
@@ -202,7 +219,7 @@ class PodRunner:
     def _restart_all(self) -> None:
         """Begin again with the first init container, in the same sandbox: a rule of a container demands it."""
         if self._restarting is None and not self._stopping.is_set():
-            for container in self.all_containers:
+            for container in (*self.containers, *self.init):
                 container.hold()
             self._interrupted.set()
             self._restarting, self._status.restarting = asyncio.create_task(self._remove_all()), True

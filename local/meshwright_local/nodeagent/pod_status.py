@@ -21,6 +21,7 @@ class PodStatus:
     """Those of `init` that run beside the containers."""
     containers: list[Container]
     start_time: str
+    ephemeral: list[Container] = field(default_factory=list)
     over: bool = False
     initialized: bool = False
     restarting: bool = False
@@ -74,6 +75,7 @@ class PodStatus:
             "conditions": conditions,
             "containerStatuses": [dict(container.status) for container in self.containers],
             "initContainerStatuses": [dict(container.status) for container in self.init] or None,
+            "ephemeralContainerStatuses": [{**one.status, "ready": False} for one in self.ephemeral] or None,
         }
 
     def _condition(self, kind: str, holds: bool, reason: str = "", message: str = "") -> KubeObject:

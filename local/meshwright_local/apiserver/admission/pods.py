@@ -10,6 +10,7 @@ import orjson
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.container_life import PROBES, life_causes
+from meshwright_local.apiserver.admission.ephemeral import ephemeral_causes
 from meshwright_local.apiserver.admission.metadata import problem
 from meshwright_local.apiserver.admission.pod_spec import container_causes, spec_causes
 from meshwright_local.apiserver.admission.quota import apply_limits, containers_of
@@ -20,6 +21,8 @@ from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.resources import has_ended
 
+EPHEMERAL = "ephemeralcontainers"
+"""The subresource through which ephemeral containers are added."""
 PRIORITY_CLASSES = ("scheduling.k8s.io", "priorityclasses")
 _SYSTEM_PRIORITIES = {"system-node-critical": 2_000_001_000, "system-cluster-critical": 2_000_000_000}
 _GRACE_SECONDS = 30
@@ -82,7 +85,11 @@ class PodRules(Rules):
         if not isinstance(obj.get("spec"), dict):
             return [status_errors.required("spec")]
         if old is None:
+            if obj["spec"].get("ephemeralContainers"):
+                return [status_errors.not_allowed("spec.ephemeralContainers", "cannot be set on create")]
             return check_pod_spec(obj["spec"], "spec")
+        if subresource == EPHEMERAL:
+            return list(ephemeral_causes(obj["spec"], old["spec"]))
         return _check_addresses(obj.get("status") or {}) if subresource else _check_change(obj["spec"], old["spec"])
 
     def deletion_pending(self, obj: KubeObject) -> bool:
@@ -154,7 +161,7 @@ def default_template_spec(spec: KubeObject) -> None:
         spec["terminationGracePeriodSeconds"] = 1
     if spec.get("serviceAccountName"):
         spec.setdefault("serviceAccount", spec["serviceAccountName"])
-    for _, container in containers_of(spec):
+    for container in (*(one for _, one in containers_of(spec)), *(spec.get("ephemeralContainers") or ())):
         _default_container(container)
     for volume in spec.get("volumes") or ():
         if volume.keys() <= {"name"}:

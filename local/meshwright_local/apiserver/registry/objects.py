@@ -17,6 +17,7 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission import quota
 from meshwright_local.apiserver.admission.admit import admit, check_identity, check_type
+from meshwright_local.apiserver.admission.pods import EPHEMERAL
 from meshwright_local.apiserver.query_options import WriteOptions, invalid_options
 from meshwright_local.apiserver.registry.crds import CLEANUP_FINALIZER, CRDS, crd_key
 from meshwright_local.apiserver.registry.discovery import Registry
@@ -277,6 +278,10 @@ def _restricted(resource: Resource, old: KubeObject, new: KubeObject, subresourc
         copy["metadata"]["managedFields"] = metadata.get("managedFields")
         copy.pop("status", None)
         new = {**copy, "status": new["status"]} if "status" in new else copy
+    elif subresource == EPHEMERAL:
+        copy["metadata"] = {**copy["metadata"], "managedFields": metadata.get("managedFields")}
+        added = (new.get("spec") or {}).get("ephemeralContainers") or []
+        new = {**copy, "spec": {**copy["spec"], "ephemeralContainers": added}}
     elif resource.has_status:
         new.pop("status", None)
         new |= {"status": copy["status"]} if "status" in copy else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -14,6 +15,7 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.admit import check_place
 from meshwright_local.apiserver.admission.metadata import field_value
+from meshwright_local.apiserver.admission.pods import EPHEMERAL
 from meshwright_local.apiserver.auth.escalation import GrantCheck
 from meshwright_local.apiserver.auth.identity import Authenticator, RequestAttributes
 from meshwright_local.apiserver.query_options import (
@@ -160,13 +162,18 @@ class Handlers:
             ("", "namespaces", "finalize"): {"PUT": self._finalize},
             ("", "serviceaccounts", "token"): {"POST": self._token},
             ("", "pods", "log"): {"GET": lambda call: self.kubelet.logs(call.request, self._existing(call))},
-            ("", "pods", "exec"): dict.fromkeys(
-                ("GET", "POST"), lambda call: self.kubelet.exec(call.request, self._existing(call))
-            ),
+            **{
+                ("", "pods", action): dict.fromkeys(("GET", "POST"), partial(self._stream, action))
+                for action in ("exec", "attach")
+            },
             ("", "pods", pod_proxy.SUBRESOURCE): {"GET": self._proxy},
+            ("", "pods", EPHEMERAL): {"GET": self._get, "PUT": self._replace, "PATCH": self._patch},
             ("", "pods", "binding"): {"POST": self._bind},
             ("", "pods", "eviction"): {"POST": self._evict},
         }
+
+    async def _stream(self, action: str, call: Call) -> web.StreamResponse:
+        return await self.kubelet.stream(action, call.request, self._existing(call))
 
     def _existing(self, call: Call) -> KubeObject:
         _check_path_segment(call.target.name)

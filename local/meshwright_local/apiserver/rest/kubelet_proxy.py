@@ -1,4 +1,4 @@
-"""Logs and exec: forwarded to the node agent that runs the pod, as kube-apiserver forwards them to a kubelet.
+"""Logs, exec and attach: forwarded to the node agent that runs the pod, as kube-apiserver forwards them to a kubelet.
 
 The node object has the agent's address (an address of type InternalIP and `daemonEndpoints.kubeletEndpoint`). The
 server authenticates with its kubelet token and trusts only certificates of its own authority.
@@ -63,8 +63,8 @@ class KubeletProxy:
         except _UNREACHABLE as error:
             raise _unreachable(pod, error) from None
 
-    async def exec(self, request: web.Request, pod: KubeObject) -> web.StreamResponse:
-        """Run a command in a container, and forward its streams as WebSocket messages. Raises ApiError."""
+    async def stream(self, action: str, request: web.Request, pod: KubeObject) -> web.StreamResponse:
+        """Forward the streams of `exec` or `attach` as WebSocket messages. Raises ApiError."""
         container = _container(pod, request.query.get("container", ""))
         if not pod["spec"].get("nodeName"):
             raise bad_request(f"pod {pod['metadata']['name']} does not have a host assigned")
@@ -81,7 +81,7 @@ class KubeletProxy:
         query = [(key, value) for key in _EXEC_PARAMETERS for value in request.query.getall(key, [])]
         offered = [p.strip() for p in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]
         protocols = [p for p in offered if p in EXEC_PROTOCOLS]
-        url = self._url(pod, "exec", container)
+        url = self._url(pod, action, container)
         try:
             upstream = await self._client().ws_connect(
                 url, params=query, protocols=protocols, ssl=self._context, max_msg_size=0
@@ -154,7 +154,8 @@ def _container(pod: KubeObject, requested: str) -> str:
     requested = requested or (pod["metadata"].get("annotations") or {}).get(DEFAULT_CONTAINER, "")
     if not requested and len(names) > 1:
         raise bad_request(f"a container name must be specified for pod {name}, choose one of: {names}")
-    if requested and requested not in (*names, *(c["name"] for c in spec.get("initContainers") or ())):
+    others = (c["name"] for key in ("initContainers", "ephemeralContainers") for c in spec.get(key) or ())
+    if requested and requested not in (*names, *others):
         raise bad_request(f"container {requested} is not valid for pod {name}")
     return requested or str(names[0])
 
