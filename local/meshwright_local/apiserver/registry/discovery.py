@@ -52,6 +52,7 @@ _SUBRESOURCES: dict[ResourceKey, tuple[tuple[str, str, list[str], str], ...]] = 
         ("eviction", "Eviction", ["create"], "policy"),
         ("exec", "PodExecOptions", ["create", "get"], ""),
         ("log", "Pod", ["get"], ""),
+        ("portforward", "PodPortForwardOptions", ["create", "get"], ""),
         ("proxy", "PodProxyOptions", ["get"], ""),
     ),
 }

@@ -166,6 +166,9 @@ class Handlers:
                 ("", "pods", action): dict.fromkeys(("GET", "POST"), partial(self._stream, action))
                 for action in ("exec", "attach")
             },
+            ("", "pods", "portforward"): dict.fromkeys(
+                ("GET", "POST"), lambda call: self.kubelet.port_forward(call.request, self._existing(call))
+            ),
             ("", "pods", pod_proxy.SUBRESOURCE): {"GET": self._proxy},
             ("", "pods", EPHEMERAL): {"GET": self._get, "PUT": self._replace, "PATCH": self._patch},
             ("", "pods", "binding"): {"POST": self._bind},
