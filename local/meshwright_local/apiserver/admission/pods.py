@@ -24,6 +24,8 @@ from meshwright_local.kube.resources import has_ended
 EPHEMERAL = "ephemeralcontainers"
 """The subresource through which ephemeral containers are added."""
 PRIORITY_CLASSES = ("scheduling.k8s.io", "priorityclasses")
+NODES = ("", "nodes")
+_TOPOLOGY = ("topology.kubernetes.io/region", "topology.kubernetes.io/zone")
 _SYSTEM_PRIORITIES = {"system-node-critical": 2_000_001_000, "system-cluster-critical": 2_000_000_000}
 _GRACE_SECONDS = 30
 _SPEC_DEFAULTS: KubeObject = {
@@ -68,6 +70,7 @@ class PodRules(Rules):
             text = "Scheduling is blocked due to non-empty scheduling gates"
             set_condition(obj, "PodScheduled", "False", timestamps.now(), reason="SchedulingGated", message=text)
         _set_priority(obj, store)
+        label_topology(obj, store)
 
     def update(self, new: KubeObject, old: KubeObject, subresource: str) -> None:
         """Restore fields that admission has set and the client left out; set `podIP` to the first of `podIPs`."""
@@ -102,6 +105,15 @@ class PodRules(Rules):
             return 0
         grace = requested if requested is not None else obj["spec"].get("terminationGracePeriodSeconds", _GRACE_SECONDS)
         return int(grace) if grace >= 0 else 1
+
+
+def label_topology(pod: KubeObject, store: Store) -> None:
+    """Give a pod the labels of its node for region and zone, as 1.35 and later do."""
+    node = store.find(NODES, "", pod["spec"].get("nodeName") or "") or {}
+    there = (node.get("metadata") or {}).get("labels") or {}
+    labels = {key: there[key] for key in _TOPOLOGY if key in there}
+    if labels:
+        pod["metadata"]["labels"] = {**(pod["metadata"].get("labels") or {}), **labels}
 
 
 def _set_priority(obj: KubeObject, store: Store) -> None:

@@ -15,7 +15,7 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.admit import check_place
 from meshwright_local.apiserver.admission.metadata import field_value
-from meshwright_local.apiserver.admission.pods import EPHEMERAL
+from meshwright_local.apiserver.admission.pods import EPHEMERAL, label_topology
 from meshwright_local.apiserver.auth.escalation import GrantCheck
 from meshwright_local.apiserver.auth.identity import Authenticator, RequestAttributes
 from meshwright_local.apiserver.query_options import (
@@ -384,9 +384,11 @@ class Handlers:
             raise ApiError(409, "Conflict", f'Operation cannot be fulfilled on pods/binding "{name}": {text}')
         new = orjson.loads(orjson.dumps(pod))
         new["spec"]["nodeName"] = node
-        annotations = field_value(binding, "metadata.annotations")
-        if isinstance(annotations, dict):
-            new["metadata"]["annotations"] = {**(new["metadata"].get("annotations") or {}), **annotations}
+        for key in ("annotations", "labels"):
+            given = field_value(binding, f"metadata.{key}")
+            if isinstance(given, dict):
+                new["metadata"][key] = {**(new["metadata"].get(key) or {}), **given}
+        label_topology(new, self.store)
         set_condition(new, "PodScheduled", "True", timestamps.now())
         if not options.dry_run:
             self.objects.commit(call.resource, new)
