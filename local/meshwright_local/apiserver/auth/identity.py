@@ -31,7 +31,17 @@ ISSUER = "https://kubernetes.default.svc"
 RBAC = "rbac.authorization.k8s.io"
 _MIN_SECONDS, _DEFAULT_SECONDS = 600, 3600
 _PUBLIC_PATHS = ["/healthz", "/livez", "/readyz", "/version", "/version/"]
-_DISCOVERY_PATHS = ["/api", "/api/*", "/apis", "/apis/*", "/openapi", "/openapi/*", *_PUBLIC_PATHS]
+_DISCOVERY_PATHS = [
+    "/.well-known",
+    "/.well-known/*",
+    "/api",
+    "/api/*",
+    "/apis",
+    "/apis/*",
+    "/openapi",
+    "/openapi/*",
+    *_PUBLIC_PATHS,
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ _AGGREGATED = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryL
 CHAOS_PATH = "/debug/chaos"
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
 
+_HEALTH = ("/healthz", "/livez", "/readyz")
+
 
 def parse_target(method: str, path: str, *, watching: bool = False) -> tuple[str, RequestAttributes] | None:
     """Parse a path below `/api/<version>/` or `/apis/<group>/<version>/`; None for any other path."""
@@ -188,7 +190,10 @@ class Routes:
             return await self._chaos_rules(request, user)
         if request.method not in ("GET", "HEAD"):
             raise method_not_allowed()
-        if path in ("/healthz", "/livez", "/readyz"):
+        if path in _HEALTH:
+            verbose = "verbose" in request.query
+            return web.Response(text=f"[+]ping ok\n{path[1:]} check passed\n" if verbose else "ok")
+        if path.rpartition("/")[0] in _HEALTH and path.endswith("/ping"):
             return web.Response(text="ok")
         if path.rstrip("/") == "/version":
             return plain(VERSION)
