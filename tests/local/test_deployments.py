@@ -256,3 +256,25 @@ async def test_a_paused_deployment_is_scaled_but_not_rolled_out(kit):
     await settled(kit, "pauses")
     assert versions(await pods_of(kit, "pauses")) == ["2", "2"]
     await kit.client.delete(DEPLOYMENTS, "pauses", "default")
+
+
+async def test_the_youngest_pod_goes_first_unless_another_costs_less(kit):
+    await kit.client.create(DEPLOYMENTS, deployment("shrinks", replicas=1), "default")
+    await settled(kit, "shrinks", 1)
+    (first,) = await pods_of(kit, "shrinks")
+    await asyncio.sleep(1.1)  # times of readiness are whole seconds
+    await kit.client.patch(DEPLOYMENTS, "shrinks", {"spec": {"replicas": 2}}, "default")
+    await settled(kit, "shrinks", 2)
+    await kit.client.patch(DEPLOYMENTS, "shrinks", {"spec": {"replicas": 1}}, "default")
+    await settled(kit, "shrinks", 1)
+    (left,) = await pods_of(kit, "shrinks")
+    assert left["metadata"]["uid"] == first["metadata"]["uid"]
+    await kit.client.patch(DEPLOYMENTS, "shrinks", {"spec": {"replicas": 2}}, "default")
+    await settled(kit, "shrinks", 2)
+    cheap = {"metadata": {"annotations": {"controller.kubernetes.io/pod-deletion-cost": "-1"}}}
+    await kit.client.patch(PODS, first["metadata"]["name"], cheap, "default")
+    await kit.client.patch(DEPLOYMENTS, "shrinks", {"spec": {"replicas": 1}}, "default")
+    await settled(kit, "shrinks", 1)
+    (left,) = await pods_of(kit, "shrinks")
+    assert left["metadata"]["uid"] != first["metadata"]["uid"]
+    await kit.client.delete(DEPLOYMENTS, "shrinks", "default")

@@ -256,6 +256,8 @@ _COLUMNS: dict[tuple[str, str], tuple[str, ...]] = {
     ("coordination.k8s.io", "leases"): ("Holder=holder", _AGE),
     ("policy", "poddisruptionbudgets"): ("Min Available=least", "Max Unavailable=most")
     + ("Allowed Disruptions=.status.disruptionsAllowed#", _AGE),
+    ("rbac.authorization.k8s.io", "roles"): ("Created At=.metadata.creationTimestamp",),
+    ("rbac.authorization.k8s.io", "clusterroles"): ("Created At=.metadata.creationTimestamp",),
     ("rbac.authorization.k8s.io", "rolebindings"): ("Role=role", _AGE),
     ("rbac.authorization.k8s.io", "clusterrolebindings"): ("Role=role", _AGE),
     ("node.k8s.io", "runtimeclasses"): ("Handler=.handler", _AGE),
