@@ -134,6 +134,9 @@ async def test_reviews(api):
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/livez"])
 async def test_health(api, path):
     assert await api.call("GET", path) == (200, "ok")
+    assert await api.call("GET", f"{path}/ping") == (200, "ok")
+    code, text = await api.call("GET", path, verbose="true")
+    assert (code, text.splitlines()[0], text.splitlines()[-1]) == (200, "[+]ping ok", f"{path[1:]} check passed")
 
 
 async def test_version(api):
@@ -149,3 +152,16 @@ async def test_methods_that_are_not_there(api):
         assert (await api.call(method, path, api.config_map("c")))[0] == 405
     assert (await api.call("GET", f"{api.maps}/c/nothing"))[0] == 404
     assert (await api.call("PATCH", f"{api.maps}/c/status", {}))[0] == 404
+
+
+async def test_the_column_of_readiness_gates(api):
+    gates = [{"conditionType": "example.com/a"}, {"conditionType": "example.com/b"}]
+    await api.call("POST", api.pods, api.pod("gated", readinessGates=gates))
+    await api.call("POST", api.pods, api.pod("plain"))
+    body = {"status": {"conditions": [{"type": "example.com/a", "status": "True"}]}}
+    await api.call("PATCH", f"{api.pods}/gated/status", body, "application/strategic-merge-patch+json")
+    headers = {"Accept": "application/json;as=Table;g=meta.k8s.io;v=v1"}
+    async with api.session.get(api.server.url + api.pods, headers=headers, ssl=api.context) as response:
+        table = await response.json()
+    at = [column["name"] for column in table["columnDefinitions"]].index("Readiness Gates")
+    assert {row["cells"][0]: row["cells"][at] for row in table["rows"]} == {"gated": "1/2", "plain": "<none>"}

@@ -77,3 +77,87 @@ async def test_all_namespaces_and_one(api, maps):
 async def test_revision_of_the_future(api, maps):
     code, status = await api.call("GET", maps, resourceVersion="999999999", resourceVersionMatch="NotOlderThan")
     assert (code, status["reason"]) == (504, "Timeout")
+    assert status["message"].startswith("Timeout: Too large resource version: 999999999, current: ")
+
+
+OLD = {"resourceVersion": "1"}
+MATCH = "resourceVersionMatch: "
+UNLESS = f"{MATCH}Forbidden: resourceVersionMatch is forbidden unless resourceVersion is provided"
+CONTINUE = f"{MATCH}Forbidden: resourceVersionMatch is forbidden when continue is provided"
+REQUIRES = f"{MATCH}Forbidden: sendInitialEvents requires setting resourceVersionMatch to NotOlderThan"
+FOR_WATCH = f"{MATCH}Forbidden: resourceVersionMatch is forbidden for watch unless sendInitialEvents is provided"
+ONLY = f'{MATCH}Unsupported value: "Exact": supported values: "NotOlderThan"'
+
+
+@pytest.mark.parametrize(
+    ("query", "text"),
+    [
+        ({"resourceVersionMatch": "Exact"}, UNLESS),
+        (
+            {"resourceVersionMatch": "Exact", "resourceVersion": "0"},
+            f'{MATCH}Forbidden: resourceVersionMatch "exact" is forbidden for resourceVersion "0"',
+        ),
+        (
+            {"resourceVersionMatch": "Weird", **OLD},
+            f'{MATCH}Unsupported value: "Weird": supported values: "Exact", "NotOlderThan", ""',
+        ),
+        ({"resourceVersionMatch": "Exact", "continue": "x", **OLD}, CONTINUE),
+        ({"sendInitialEvents": "true"}, "sendInitialEvents: Forbidden: sendInitialEvents is forbidden for list"),
+        ({"watch": "true", "sendInitialEvents": "true"}, REQUIRES),
+        ({"watch": "true", "resourceVersionMatch": "NotOlderThan", **OLD}, FOR_WATCH),
+        (
+            {"watch": "true", "sendInitialEvents": "true", "resourceVersionMatch": "Exact", **OLD},
+            f"[{REQUIRES}, {ONLY}]",
+        ),
+    ],
+)
+async def test_options_that_exclude_each_other(api, query, text):
+    code, status = await api.call("GET", api.maps, **query)
+    assert (code, status["message"]) == (422, f'ListOptions.meta.k8s.io "" is invalid: {text}')
+
+
+@pytest.fixture
+async def revisions(api):
+    """The revisions of five objects, each made after the other."""
+    found = []
+    for index in range(5):
+        _, made = await api.call("POST", api.maps, api.config_map(f"r{index}", {"r": "1"}))
+        found.append(made["metadata"]["resourceVersion"])
+    return found
+
+
+async def test_exactly_that_revision(api, revisions):
+    query = {"labelSelector": "r=1", "resourceVersion": revisions[1]}
+    _, page = await api.call("GET", api.maps, resourceVersionMatch="Exact", **query)
+    assert page["metadata"]["resourceVersion"] == revisions[1]
+    assert [item["metadata"]["name"] for item in page["items"]] == ["r0", "r1"]
+    await api.call("DELETE", f"{api.maps}/r0")
+    assert await names(api, resourceVersionMatch="Exact", **query) == ["r0", "r1"]
+    # Without a match: exact if there is a limit, else a revision that is not older.
+    assert await names(api, limit="5", **query) == ["r0", "r1"]
+    assert await names(api, **query) == ["r1", "r2", "r3", "r4"]
+    assert await names(api, resourceVersionMatch="NotOlderThan", **query) == ["r1", "r2", "r3", "r4"]
+
+
+async def test_a_list_from_a_cache_is_not_in_pages(api, revisions):
+    assert len(await names(api, labelSelector="r=1", resourceVersion="0", limit="2")) == 5
+
+
+async def test_pages_are_of_one_revision(api, revisions):
+    query = {"labelSelector": "r=1", "limit": "2"}
+    _, page = await api.call("GET", api.maps, **query)
+    token, revision = page["metadata"]["continue"], page["metadata"]["resourceVersion"]
+    await api.call("DELETE", f"{api.maps}/r3")
+    await api.call("POST", api.maps, api.config_map("r9", {"r": "1"}))
+    _, page = await api.call("GET", api.maps, **{**query, "limit": "9", "continue": token})
+    assert [item["metadata"]["name"] for item in page["items"]] == ["r2", "r3", "r4"]
+    assert page["metadata"]["resourceVersion"] == revision
+    code, status = await api.call("GET", api.maps, **{**query, "continue": token, "resourceVersion": revision})
+    text = "specifying resource version is not allowed when using continue"
+    assert (code, status["message"]) == (400, text)
+
+
+async def test_a_revision_is_a_number(api):
+    code, status = await api.call("GET", api.maps, resourceVersion="x")
+    why = 'resourceVersion: Invalid value: "x": strconv.ParseUint: parsing "x": invalid syntax'
+    assert (code, status["message"]) == (400, f"invalid resource version: {why}")

@@ -1,6 +1,10 @@
 """Pods: defaults, checks, binding, eviction, graceful deletion."""
 
+import time
+
 import pytest
+
+from tests.patience import patient
 
 MERGE, JSON_PATCH = "application/merge-patch+json", "application/json-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
@@ -267,3 +271,25 @@ async def test_columns_count_sidecars(api, inits, containers, conditions, column
     headers = {"Accept": "application/json;as=Table;v=v1;g=meta.k8s.io"}
     async with api.session.get(f"{api.server.url}{api.pods}/p", headers=headers, ssl=api.context) as response:
         assert (await response.json())["rows"][0]["cells"][1:4] == columns
+
+
+async def test_a_bound_pod_has_the_labels_of_its_nodes_zone(api):
+    name, zone, region = f"n-{api.namespace}", "topology.kubernetes.io/zone", "topology.kubernetes.io/region"
+    labels = {zone: "z", region: "r", "other": "no"}
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
+    assert (await api.call("POST", "/api/v1/nodes", node))[0] == 201
+    there = {**binding("p", name), "metadata": {"name": "p", "labels": {"given": "yes"}}}
+    deadline = time.monotonic() + patient(10)  # the real server notices nodes a moment later
+    while True:
+        await api.call("POST", api.pods, api.pod("p"))
+        assert (await api.call("POST", f"{api.pods}/p/binding", there))[0] == 201
+        _, pod = await api.call("GET", f"{api.pods}/p")
+        if zone in pod["metadata"]["labels"] or time.monotonic() > deadline:
+            break
+        await api.call("DELETE", f"{api.pods}/p", gracePeriodSeconds="0")
+    assert pod["metadata"]["labels"] == {"app": "p", "given": "yes", zone: "z", region: "r"}
+    _, direct = await api.call("POST", api.pods, api.pod("q", nodeName=name))
+    assert direct["metadata"]["labels"] == {"app": "q", zone: "z", region: "r"}
+    for pod in ("p", "q"):
+        await api.call("DELETE", f"{api.pods}/{pod}", gracePeriodSeconds="0")
+    await api.call("DELETE", f"/api/v1/nodes/{name}")

@@ -10,6 +10,7 @@ from meshwright_local.apiserver.registry.discovery import Registry
 from meshwright_local.apiserver.rest import list_watch
 from meshwright_local.apiserver.rest.list_watch import Watch
 from meshwright_local.apiserver.rest.printers import negotiate
+from meshwright_local.apiserver.status_errors import ApiError
 from meshwright_local.apiserver.store import Store
 from tests.patience import patient
 
@@ -104,3 +105,23 @@ async def test_revisions_that_are_not_known(store, since):
     await watch(store, resourceVersion=since).run(client.send)
     assert client.types == ["ERROR"]
     assert client.events[0]["object"]["reason"] == "Expired"
+
+
+def test_pages_of_a_revision_that_is_gone(store):
+    """The error has a token for the rest, which is of the current revision."""
+    resource = Registry().get("", "v1", "configmaps")
+    for index in range(3):
+        put(store, f"c{index}")
+    _, metadata = list_watch.list_objects(store, resource, "n", list_options({"limit": "1"}))
+    for _ in range(41):
+        put(store, "c1", {"a": "b"})
+    put(store, "c9")
+    with pytest.raises(ApiError, match="too old to display a consistent list result") as caught:
+        list_watch.list_objects(store, resource, "n", list_options({"continue": metadata["continue"]}))
+    status = caught.value.status()
+    assert (status["code"], status["reason"]) == (410, "Expired")
+    rest, _ = list_watch.list_objects(store, resource, "n", list_options({"continue": status["metadata"]["continue"]}))
+    assert [item.obj["metadata"]["name"] for item in rest] == ["c1", "c2", "c9"]
+    exact = {"resourceVersion": metadata["resourceVersion"], "resourceVersionMatch": "Exact"}
+    with pytest.raises(ApiError, match="The resourceVersion for the provided list is too old"):
+        list_watch.list_objects(store, resource, "n", list_options(exact))

@@ -97,7 +97,7 @@ async def test_a_shorter_grace_period_counts(kit):
     await kit.vanished("impatient")
 
 
-async def test_force_delete_kills_at_once(kit):
+async def test_force_delete_removes_the_object_at_once_and_the_processes_soon(kit):
     await start(kit, "forced-out", STUBBORN)
     await kit.delete("forced-out", grace_seconds=0)
     assert await kit.client.find(PODS, "forced-out", "default") is None
@@ -105,7 +105,7 @@ async def test_force_delete_kills_at_once(kit):
     async def gone():
         return not alive("marker-forced-out-end")
 
-    await kit.until(gone, 1.0, "processes are killed")
+    await kit.until(gone, 3.0, "processes are killed")
 
 
 async def test_descendants_that_left_the_group_are_killed(kit):
@@ -116,7 +116,7 @@ async def test_descendants_that_left_the_group_are_killed(kit):
     async def gone():
         return not alive("marker-escaping-end")
 
-    await kit.until(gone, 1.0, "all are killed")
+    await kit.until(gone, 3.0, "all are killed")
 
 
 async def test_descendants_end_with_the_main_process(kit):

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from meshwright_local.kube.resources import DEPLOYMENTS, PODS, REPLICA_SETS
+from meshwright_local.kube.resources import DEPLOYMENTS, EVENTS, PODS, REPLICA_SETS
 from tests.patience import patient
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -214,3 +214,67 @@ async def test_kubectl_follows_a_rollout(kit):
     await kubectl("wait", "--for=condition=Available", "deployment/typed", "--timeout=200s")
     await kubectl("delete", "deployment", "typed", "--cascade=foreground")
     assert not await pods_of(kit, "typed")
+
+
+async def told(kit, name, text):
+    async def look():
+        listed = await kit.client.list(EVENTS, "default", field_selector=f"involvedObject.name={name}")
+        return any(text in item["message"] for item in listed.items)
+
+    await kit.until(look, what=f"an event {text!r}")
+
+
+async def test_events_and_conditions_say_what_happens(kit):
+    await kit.client.create(DEPLOYMENTS, deployment("said"), "default")
+    found = await settled(kit, "said")
+    (entry,) = (await kit.client.list(REPLICA_SETS, "default", label_selector="app=said")).items
+    name = entry["metadata"]["name"]
+    texts = {item["message"] for item in found["status"]["conditions"]}
+    assert texts == {"Deployment has minimum availability.", f'ReplicaSet "{name}" has successfully progressed.'}
+    await told(kit, "said", f"Scaled up replica set {name} from 0 to 2")
+    await kit.client.patch(DEPLOYMENTS, "said", {"spec": {"replicas": 1}}, "default")
+    await settled(kit, "said", 1)
+    await told(kit, "said", f"Scaled down replica set {name} from 2 to 1")
+    await kit.client.delete(DEPLOYMENTS, "said", "default")
+
+
+async def test_a_paused_deployment_is_scaled_but_not_rolled_out(kit):
+    await kit.client.create(DEPLOYMENTS, deployment("pauses", replicas=1), "default")
+    await settled(kit, "pauses", 1)
+    await kit.client.patch(DEPLOYMENTS, "pauses", {"spec": {"paused": True}}, "default")
+    changed = deployment("pauses", replicas=2, version="2")["spec"]
+    await kit.client.patch(DEPLOYMENTS, "pauses", {"spec": changed}, "default")
+
+    async def scaled():
+        found = await kit.client.get(DEPLOYMENTS, "pauses", "default")
+        return found if found["status"].get("availableReplicas") == 2 else None
+
+    found = await kit.until(scaled)
+    assert conditions(found)["Progressing"] == ("Unknown", "DeploymentPaused")
+    assert versions(await pods_of(kit, "pauses")) == ["1", "1"]
+    await kit.client.patch(DEPLOYMENTS, "pauses", {"spec": {"paused": False}}, "default")
+    await settled(kit, "pauses")
+    assert versions(await pods_of(kit, "pauses")) == ["2", "2"]
+    await kit.client.delete(DEPLOYMENTS, "pauses", "default")
+
+
+async def test_the_youngest_pod_goes_first_unless_another_costs_less(kit):
+    await kit.client.create(DEPLOYMENTS, deployment("shrinks", replicas=1), "default")
+    await settled(kit, "shrinks", 1)
+    (first,) = await pods_of(kit, "shrinks")
+    await asyncio.sleep(1.1)  # times of readiness are whole seconds
+    await kit.client.patch(DEPLOYMENTS, "shrinks", {"spec": {"replicas": 2}}, "default")
+    await settled(kit, "shrinks", 2)
+    await kit.client.patch(DEPLOYMENTS, "shrinks", {"spec": {"replicas": 1}}, "default")
+    await settled(kit, "shrinks", 1)
+    (left,) = await pods_of(kit, "shrinks")
+    assert left["metadata"]["uid"] == first["metadata"]["uid"]
+    await kit.client.patch(DEPLOYMENTS, "shrinks", {"spec": {"replicas": 2}}, "default")
+    await settled(kit, "shrinks", 2)
+    cheap = {"metadata": {"annotations": {"controller.kubernetes.io/pod-deletion-cost": "-1"}}}
+    await kit.client.patch(PODS, first["metadata"]["name"], cheap, "default")
+    await kit.client.patch(DEPLOYMENTS, "shrinks", {"spec": {"replicas": 1}}, "default")
+    await settled(kit, "shrinks", 1)
+    (left,) = await pods_of(kit, "shrinks")
+    assert left["metadata"]["uid"] != first["metadata"]["uid"]
+    await kit.client.delete(DEPLOYMENTS, "shrinks", "default")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
+from meshwright_local.apiserver.rest.duplicate_keys import DuplicateKeys
 from meshwright_local.apiserver.status_errors import ApiError, Cause
 
 MAX_MANAGER = 128
+_MATCHES = ("Exact", "NotOlderThan")
 _POLICIES = ("Foreground", "Background", "Orphan")
 _KINDS = {"POST": "CreateOptions", "PUT": "UpdateOptions", "DELETE": "DeleteOptions"}
 
@@ -24,6 +26,10 @@ class WriteOptions:
     dry_run: bool = False
     field_validation: str = "Warn"
     force: bool = False
+    check: Callable[[Any, KubeObject, KubeObject | None], None] | None = None
+    """A check of the user's rights, with the resource, the new object and the old one; raises ApiError."""
+    duplicates: DuplicateKeys | None = None
+    """Keys that the body has twice; None without a body."""
     warnings: list[str] = field(default_factory=list)
     """Texts of the response's Warning headers."""
 
@@ -73,7 +79,7 @@ def list_options(query: Mapping[str, str]) -> ListOptions:
     options = ListOptions(
         query.get("labelSelector", ""),
         query.get("fieldSelector", ""),
-        _number(query, "limit") or 0,
+        max(0, _number(query, "limit", least=None) or 0),
         query.get("continue", ""),
         query.get("resourceVersion", ""),
         query.get("resourceVersionMatch", ""),
@@ -83,12 +89,44 @@ def list_options(query: Mapping[str, str]) -> ListOptions:
         _flag(query, "sendInitialEvents"),
     )
     if options.revision and not (options.revision.isascii() and options.revision.isdigit()):
-        text = f'Invalid value: "{options.revision}": must be a number'
-        raise status_errors.bad_request(f"ListOptions.meta.k8s.io is invalid: resourceVersion: {text}")
-    if options.initial_events is not None and options.revision_match != "NotOlderThan":
-        text = "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan"
-        raise invalid_options("ListOptions", status_errors.not_allowed("resourceVersionMatch", text))
+        text = f'Invalid value: "{options.revision}": strconv.ParseUint: parsing "{options.revision}": invalid syntax'
+        raise status_errors.bad_request(f"invalid resource version: resourceVersion: {text}")
     return options
+
+
+def check_list_options(options: ListOptions) -> None:
+    """Check the combination of a list's or watch's options; raises ApiError 422."""
+    causes = list((_watch_causes if options.watch else _list_causes)(options))
+    if causes:
+        raise status_errors.invalid("meta.k8s.io", "ListOptions", "", causes)
+
+
+def _list_causes(options: ListOptions) -> Iterator[Cause]:
+    field_name, match = "resourceVersionMatch", options.revision_match
+    if match and not options.revision:
+        yield status_errors.not_allowed(field_name, f"{field_name} is forbidden unless resourceVersion is provided")
+    if match and options.resume:
+        yield status_errors.not_allowed(field_name, f"{field_name} is forbidden when continue is provided")
+    if match not in ("", *_MATCHES):
+        yield status_errors.unsupported_value(field_name, match, (*_MATCHES, ""))
+    if match == "Exact" and options.revision == "0":
+        yield status_errors.not_allowed(field_name, f'{field_name} "exact" is forbidden for resourceVersion "0"')
+    if options.initial_events is not None:
+        yield status_errors.not_allowed("sendInitialEvents", "sendInitialEvents is forbidden for list")
+
+
+def _watch_causes(options: ListOptions) -> Iterator[Cause]:
+    field_name, match = "resourceVersionMatch", options.revision_match
+    if options.initial_events is not None and match != "NotOlderThan":
+        text = f"sendInitialEvents requires setting {field_name} to NotOlderThan"
+        yield status_errors.not_allowed(field_name, text)
+    if match and options.initial_events is None:
+        text = f"{field_name} is forbidden for watch unless sendInitialEvents is provided"
+        yield status_errors.not_allowed(field_name, text)
+    if match not in ("", "NotOlderThan"):
+        yield status_errors.unsupported_value(field_name, match, ("NotOlderThan",))
+    if options.resume:
+        yield status_errors.not_allowed(field_name, f"{field_name} is forbidden when continue is provided")
 
 
 def delete_options(query: Mapping[str, str], body: KubeObject) -> KubeObject:
@@ -119,11 +157,12 @@ def _check_dry_run(kind: str, stages: list[Any]) -> None:
         raise invalid_options(kind, status_errors.unsupported_value("dryRun", stages[0], ["All"]))
 
 
-def _number(query: Mapping[str, str], name: str) -> int | None:
+def _number(query: Mapping[str, str], name: str, *, least: int | None = 0) -> int | None:
     text = query.get(name)
     if not text:
         return None
-    if not text.isascii() or not text.isdigit() or len(text) > 18:
+    digits = text.removeprefix("-") if least is None else text
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
         raise status_errors.bad_request(f'{name}: Invalid value: "{text}": must be a non-negative number')
     return int(text)
 

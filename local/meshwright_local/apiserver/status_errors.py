@@ -28,8 +28,11 @@ class ApiError(Exception):
         *,
         retry_after: int | None = None,
         plain: bool = False,
+        metadata: KubeObject | None = None,
     ) -> None:
         super().__init__(message)
+        self.metadata = metadata or {}
+        self.warnings: list[str] = []
         self.code, self.reason, self.message, self.plain = code, reason, message, plain
         self.retry_after = retry_after
         self.details = {**(details or {}), **({} if retry_after is None else {"retryAfterSeconds": retry_after})}
@@ -37,7 +40,7 @@ class ApiError(Exception):
     def status(self) -> KubeObject:
         """Return the `Status` object of the response."""
         details = {key: value for key, value in self.details.items() if value not in ("", [])}
-        head = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+        head = {"kind": "Status", "apiVersion": "v1", "metadata": self.metadata, "status": "Failure"}
         why = {"reason": self.reason} if self.reason else {}
         return {**head, "message": self.message, **why, **({"details": details} if details else {}), "code": self.code}
 
@@ -133,6 +136,11 @@ def invalid_value(field: str, value: object, why: str) -> Cause:
 def duplicate(field: str, value: object) -> Cause:
     """Return the cause of a duplicate list item."""
     return Cause(field, "FieldValueDuplicate", f"Duplicate value: {format_value(value)}")
+
+
+def too_many(field: str, count: int, most: int) -> Cause:
+    """Return the cause of a list with too many items."""
+    return Cause(field, "FieldValueTooMany", f"Too many: {count}: must have at most {most} items")
 
 
 def not_allowed(field: str, why: str) -> Cause:

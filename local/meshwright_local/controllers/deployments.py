@@ -51,6 +51,8 @@ class DeploymentController(Controller):
             over = [entry for entry in old if not _count(entry, "replicas") and not entry["spec"]["replicas"]]
             for entry in over[: max(0, len(over) - item["spec"].get("revisionHistoryLimit", 10))]:
                 await self.client.delete(REPLICA_SETS, entry["metadata"]["name"], key[0], uid=entry["metadata"]["uid"])
+        else:
+            await self._scale_paused(item, [*old, new] if new else old)
         late = await self._update_status(item, new, old)
         # Replica sets do not report when their last pod is really gone.
         return _RETRY_SECONDS if waits else late
@@ -62,8 +64,6 @@ class DeploymentController(Controller):
         marked = {"metadata": {"annotations": {REVISION: str(revision)}}}
         if new is None:
             new = await self.client.create(REPLICA_SETS, _replica_set(item, revision), space)
-            text = f"Scaled up replica set {new['metadata']['name']}"
-            self.events.emit(item, "Normal", "ScalingReplicaSet", text)
         elif _revision(new) < revision:
             new = await self.client.patch(REPLICA_SETS, new["metadata"]["name"], marked, space)
         if _revision(item) < revision:
@@ -72,17 +72,17 @@ class DeploymentController(Controller):
 
     async def _recreate(self, item: KubeObject, new: KubeObject, old: list[KubeObject]) -> bool:
         for entry in old:
-            await self._set_replicas(entry, 0)
+            await self._set_replicas(item, entry, 0)
         if any([await own_pods(self.client, entry) for entry in old]):
             return False
-        await self._set_replicas(new, _desired_replicas(item))
+        await self._set_replicas(item, new, _desired_replicas(item))
         return True
 
     async def _roll(self, item: KubeObject, new: KubeObject, old: list[KubeObject]) -> bool:
         wanted, now = _desired_replicas(item), new["spec"]["replicas"]
         surge, unavailable = _limits(item)
         room = wanted + surge - sum(entry["spec"]["replicas"] for entry in old)
-        await self._set_replicas(new, min(wanted, max(now, room)))
+        await self._set_replicas(item, new, min(wanted, max(now, room)))
         # The count may still include pods that the set is about to delete.
         available = [min(entry["spec"]["replicas"], _count(entry, "availableReplicas")) for entry in (new, *old)]
         spare = max(0, sum(available) - (wanted - unavailable))
@@ -90,13 +90,22 @@ class DeploymentController(Controller):
             # Pods that are not available can be deleted at once; of the others, as many as are not needed.
             needed = max(0, serving - spare)
             spare -= serving - needed
-            await self._set_replicas(entry, needed)
+            await self._set_replicas(item, entry, needed)
         return True
 
-    async def _set_replicas(self, entry: KubeObject, count: int) -> None:
-        if entry["spec"]["replicas"] != count:
+    async def _scale_paused(self, item: KubeObject, every: list[KubeObject]) -> None:
+        """Scale a paused deployment, unless several of its replica sets have pods: then a rollout waits."""
+        active = [entry for entry in every if entry["spec"]["replicas"]] or every[-1:]
+        if len(active) == 1:
+            await self._set_replicas(item, active[0], _desired_replicas(item))
+
+    async def _set_replicas(self, item: KubeObject, entry: KubeObject, count: int) -> None:
+        before = entry["spec"]["replicas"]
+        if before != count:
             space, name = key_of(entry)
             await self.client.patch(REPLICA_SETS, name, {"spec": {"replicas": count}}, space)
+            text = f"Scaled {'up' if before < count else 'down'} replica set {name} from {before} to {count}"
+            self.events.emit(item, "Normal", "ScalingReplicaSet", text)
 
     async def _update_status(self, item: KubeObject, new: KubeObject | None, old: list[KubeObject]) -> float | None:
         """Write the status if it changed. Return the seconds until the progress deadline; None if done or exceeded."""
@@ -115,10 +124,7 @@ class DeploymentController(Controller):
         left = item["spec"].get("progressDeadlineSeconds", 600) - _since(before, "Progressing")
         late = not moved and (left <= 0 or ("Progressing", "False") in _states(before))
         progress = "NewReplicaSetAvailable" if done else "ProgressDeadlineExceeded" if late else "ReplicaSetUpdated"
-        conditions = [
-            _condition(before, "Available", enough, f"MinimumReplicas{'Available' if enough else 'Unavailable'}"),
-            _condition(before, "Progressing", done or not late, progress, renew=moved),
-        ]
+        conditions = [_available(before, enough=enough), _progressing(before, item, new, progress, renew=moved)]
         if moved or conditions != before.get("conditions"):
             body = {"status": {**status, "conditions": conditions}}
             await self.client.patch(DEPLOYMENTS, name, body, space, subresource="status")
@@ -197,12 +203,32 @@ def _since(status: KubeObject, kind: str) -> float:
     return 0.0
 
 
-def _condition(before: KubeObject, kind: str, holds: bool, reason: str, *, renew: bool = False) -> KubeObject:
+def _available(before: KubeObject, *, enough: bool) -> KubeObject:
+    text = f"Deployment {'has' if enough else 'does not have'} minimum availability."
+    return _condition(
+        before, "Available", str(enough), f"MinimumReplicas{'Available' if enough else 'Unavailable'}", text
+    )
+
+
+def _progressing(
+    before: KubeObject, item: KubeObject, new: KubeObject | None, reason: str, *, renew: bool
+) -> KubeObject:
+    if item["spec"].get("paused"):
+        return _condition(before, "Progressing", "Unknown", "DeploymentPaused", "Deployment is paused")
+    name = (new or item)["metadata"]["name"]
+    what = {"NewReplicaSetAvailable": "has successfully progressed", "ReplicaSetUpdated": "is progressing"}
+    text = f'ReplicaSet "{name}" {what.get(reason, "has timed out progressing")}.'
+    return _condition(before, "Progressing", str(reason in what), reason, text, renew=renew)
+
+
+def _condition(
+    before: KubeObject, kind: str, value: str, reason: str, message: str, *, renew: bool = False
+) -> KubeObject:
     """Return the new condition, or the old one if nothing changes."""
     old: KubeObject = next((item for item in before.get("conditions") or () if item["type"] == kind), {})
-    value, moment = str(holds), timestamps.now()
+    moment = timestamps.now()
     if (old.get("status"), old.get("reason")) == (value, reason) and not renew:
         return dict(old)
     since = old["lastTransitionTime"] if old.get("status") == value else moment
-    text = {"type": kind, "status": value, "reason": reason, "message": reason}
+    text = {"type": kind, "status": value, "reason": reason, "message": message}
     return {**text, "lastUpdateTime": moment, "lastTransitionTime": since}

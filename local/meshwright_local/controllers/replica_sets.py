@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import re
+from typing import Any
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.controllers.base import Controller, Key, controller_of, owner_key
@@ -10,6 +12,9 @@ from meshwright_local.kube import timestamps
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.reflector import Informers
 from meshwright_local.kube.resources import PODS, REPLICA_SETS, has_ended, key_of
+
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+"""An annotation of pods: those with less are deleted first."""
 
 
 class ReplicaSetController(Controller):
@@ -30,8 +35,7 @@ class ReplicaSetController(Controller):
         for _ in range(wanted - len(pods)):
             pod = await self.client.create(PODS, _pod_of(item), key[0])
             self.events.emit(item, "Normal", "SuccessfulCreate", f"Created pod: {pod['metadata']['name']}")
-        # Delete pods that are not ready first.
-        for pod in sorted(pods, key=lambda pod: ready_for(pod) is not None)[: max(0, len(pods) - wanted)]:
+        for pod in sorted(pods, key=_worth)[: max(0, len(pods) - wanted)]:
             await self.client.delete(PODS, pod["metadata"]["name"], key[0], uid=pod["metadata"]["uid"])
             self.events.emit(item, "Normal", "SuccessfulDelete", f"Deleted pod: {pod['metadata']['name']}")
         return await self._update_status(item, pods)
@@ -50,6 +54,20 @@ class ReplicaSetController(Controller):
             space, name = key_of(item)
             await self.client.patch(REPLICA_SETS, name, {"status": status}, space, subresource="status")
         return min((patience - seconds for seconds in ready if seconds < patience), default=None)
+
+
+def _worth(pod: KubeObject) -> tuple[Any, ...]:
+    """Return what decides which pods are deleted first: the one that has done least, and of equal ones the youngest."""
+    metadata, ready = pod["metadata"], ready_for(pod)
+    running = (pod.get("status") or {}).get("phase") == "Running"
+    given = str((metadata.get("annotations") or {}).get(DELETION_COST) or "0")
+    cost = int(given) if re.fullmatch(r"-?\d{1,10}", given) else 0
+    return bool(pod["spec"].get("nodeName")), running, ready is not None, cost, ready or 0.0, _age(metadata)
+
+
+def _age(metadata: KubeObject) -> float:
+    created = timestamps.parse(metadata["creationTimestamp"])
+    return (datetime.datetime.now(datetime.UTC) - created).total_seconds()
 
 
 async def own_pods(client: ApiClient, item: KubeObject) -> list[KubeObject]:

@@ -231,7 +231,8 @@ class NodeAgent:
         """Remove everything of a pod at once, because its object is gone."""
         runner, task = self._runners.get(uid), self._tasks.get(uid)
         if runner is not None and task is not None:
-            runner.kill()
+            # As a kubelet does: also what is deleted by force may end by itself within two seconds.
+            runner.stop(0)
             await asyncio.gather(task, return_exceptions=True)
             await self._release(runner)
         self._runners.pop(uid, None)

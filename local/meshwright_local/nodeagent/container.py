@@ -1,11 +1,13 @@
-"""One container's lifecycle: start, probe, stop, restart."""
+"""One container's lifecycle: start, hooks, probes, stop, restart."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from signal import SIGTERM, Signals
 from subprocess import DEVNULL
@@ -15,7 +17,12 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.quantities import integer_value
 from meshwright_local.nodeagent import volumes
+from meshwright_local.nodeagent.console import Console
+from meshwright_local.nodeagent.hooks import hook_of, run_hook
+from meshwright_local.nodeagent.prober import Prober
+from meshwright_local.nodeagent.restarts import RESTART_ALL, RESTARTING_ALL, RestartPolicy
 from meshwright_local.nodeagent.runtime import environment, probes
+from meshwright_local.nodeagent.runtime.handlers import LONGEST_ANSWER, Target
 from meshwright_local.nodeagent.runtime.images import find_image
 from meshwright_local.nodeagent.runtime.mount_namespace import FileSystemView, Mount
 from meshwright_local.nodeagent.runtime.process import Process, ProcessSpec, StartError
@@ -25,6 +32,9 @@ _RETRY_SECONDS = 1.0
 _MAX_BACKOFF_SECONDS = 300.0
 _START_ERROR_CODE = 128
 _LONGEST_MESSAGE = 4096
+_LEAST_GRACE_SECONDS = 2.0
+"""Seconds between SIGTERM and SIGKILL even if the grace period is shorter, or hooks have used it up."""
+_REMOVED = "The container is removed because RestartAllContainers in place"
 
 
 class Container:
@@ -33,7 +43,7 @@ class Container:
     `status` is its containerStatus in the API's format; `logs` has one file for each run: `0.log`, `1.log`, ...
     """
 
-    def __init__(self, sandbox: Sandbox, spec: KubeObject, policy: str, waiting: str) -> None:
+    def __init__(self, sandbox: Sandbox, spec: KubeObject, policy: RestartPolicy, waiting: str) -> None:
         self.spec, self.name = spec, str(spec["name"])
         self.logs = sandbox.directory / "logs" / self.name
         self.status: KubeObject = {
@@ -43,16 +53,21 @@ class Container:
             **{"restartCount": 0, "ready": False, "started": False},
             **{"state": {"waiting": {"reason": waiting}}, "lastState": {}},
         }
-        self._sandbox, self._policy = sandbox, policy
+        self._sandbox, self.policy = sandbox, policy
         self._message = sandbox.directory / "messages" / self.name
         self.begun = asyncio.Event()
         """Whether it has started, by its startup probe if it has one: what comes after a sidecar waits for that."""
-        self._stopping, self._killed = asyncio.Event(), False
+        self.attempted = asyncio.Event()
+        """Whether a start has succeeded, with its `postStart` hook, or failed: the next container waits for that."""
+        self._stopping, self._killed = asyncio.Event(), asyncio.Event()
         self._process: Process | None = None
+        self.console: Console | None = None
+        """Its streams, if it has `stdin` or `tty`."""
         self._template = ProcessSpec([], {}, sandbox.home)
         self._mounts: list[Mount] = []
         self._exec_processes: set[Process] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._halting: asyncio.Task[None] | None = None
         self._out_of_memory = ""
 
     @property
@@ -75,16 +90,26 @@ class Container:
 
     async def run(self) -> None:
         """Run until no restart is due. Afterwards `terminated` has the result, if it ever started."""
+        try:
+            await self._run()
+        finally:
+            self.attempted.set()
+
+    async def _run(self) -> None:
         pause = 0.0
         while not self._stopping.is_set():
             ended = await self._run_once()
             if ended is None:
+                self.attempted.set()
                 await self._sleep(_RETRY_SECONDS)
                 continue
             self._set("terminated", ended)
-            if self._policy == "Never" or (self._policy == "OnFailure" and ended["exitCode"] == 0):
+            action = "" if self._stopping.is_set() else self.policy.action(ended["exitCode"])
+            if action == RESTART_ALL:
+                self._sandbox.restart_all()
+            if not action or action == RESTART_ALL:
                 return
-            if pause and not self._stopping.is_set():
+            if pause:
                 self.status["lastState"] = {"terminated": ended}
                 message = f"back-off {pause:g}s restarting failed container={self.name}"
                 self._set("waiting", {"reason": "CrashLoopBackOff", "message": message})
@@ -101,17 +126,32 @@ class Container:
         if self._process is not None:
             self._process.signal(number)
 
-    def terminate(self) -> None:
-        """Ask it to stop. It is not restarted."""
-        if not self._stopping.is_set() and self._process is not None and self._process.running:
-            self._sandbox.event("Normal", "Killing", f"Stopping container {self.name}")
-            self._process.signal(SIGTERM)
+    def hold(self) -> None:
+        """Do not start it again."""
         self._stopping.set()
+
+    async def stop(self, grace: float, message: str = "", turn: Callable[[], Awaitable[object]] | None = None) -> None:
+        """Stop it for good within a grace period. If this is cancelled, it can be stopped again with a shorter one."""
+        self._stopping.set()
+        if self._halting is not None:
+            self._halting.cancel()
+        if self._process is not None and self._process.running:
+            await self._halt(self._process, grace, message or f"Stopping container {self.name}", turn)
+
+    def begin_again(self) -> None:
+        """Prepare for another first start, because a rule restarts all containers of the pod."""
+        for flag in (self._stopping, self.begun, self.attempted):
+            flag.clear()
+        if "waiting" in self.status["state"]:
+            return
+        lost = {"exitCode": 137, "reason": RESTARTING_ALL, "message": _REMOVED}
+        self.status.update(lastState={"terminated": lost}, restartCount=self.status["restartCount"] + 1)
+        self._set("waiting", {"reason": RESTARTING_ALL, "message": _REMOVED})
 
     def kill(self) -> None:
         """Kill it at once, including commands started by exec. It is not restarted."""
         self._stopping.set()
-        self._killed = True
+        self._killed.set()
         for process in (self._process, *self._exec_processes):
             if process is not None:
                 process.kill()
@@ -148,34 +188,61 @@ class Container:
             self._set("waiting", {"reason": reason, "message": str(error)})
             event("Warning", "Failed", f"Error: {error}")
             return None
+        if self._stopping.is_set():
+            return None
         begun = timestamps.now()
         event("Normal", "Created", f"Container created: {self.name}")
         try:
-            process = self._process = await Process.start(command)
+            process = self._process = await self._start(command)
         except StartError as error:
             event("Warning", "Failed", f"Error: {error}")
             return self._end(_START_ERROR_CODE, "StartError", begun, str(error))
-        if self._killed:
-            process.kill()
-        elif self._stopping.is_set():
-            process.signal(SIGTERM)
         event("Normal", "Started", f"Container started: {self.name}")
         self._out_of_memory = ""
-        self._set("running", {"startedAt": begun})
-        self._background(self._probe(process))
+        if self._killed.is_set():
+            process.kill()
+        elif self._stopping.is_set():
+            self._background(self._halt(process, 0, f"Stopping container {self.name}"))
+        elif hook_of(self.spec, "postStart"):
+            self._background(self._post_start(process, begun))
+        else:
+            self._started(process, begun)
         limit = ((self.spec.get("resources") or {}).get("limits") or {}).get("memory")
         if limit is not None:
             self._background(self._watch_memory(process, integer_value(limit)))
         code = await process.wait()
+        await self._finish()
+        if self._out_of_memory:
+            return self._end(code, "OOMKilled", begun, self._out_of_memory)
+        message = await asyncio.to_thread(self._termination_message, code)
+        return self._end(code, "Completed" if code == 0 else "Error", begun, message)
+
+    async def _finish(self) -> None:
+        """End everything that belonged to a run, now that its main process is gone."""
+        if self.console is not None:
+            await self.console.close()
         for task in self._tasks:
             task.cancel()
         for other in list(self._exec_processes):
             other.kill()
             await other.wait()
-        if self._out_of_memory:
-            return self._end(code, "OOMKilled", begun, self._out_of_memory)
-        message = await asyncio.to_thread(self._termination_message, code)
-        return self._end(code, "Completed" if code == 0 else "Error", begun, message)
+        if self._halting is not None:
+            # A hook that sleeps is slept to its end, also if the process has ended before.
+            await asyncio.wait({self._halting})
+
+    async def _start(self, command: ProcessSpec) -> Process:
+        self.console = None
+        if not self.spec.get("stdin") and not self.spec.get("tty"):
+            return await Process.start(command)
+        console = Console(self.log, tty=bool(self.spec.get("tty")))
+        try:
+            process = await Process.start(replace(command, log=None, tty=console.tty), console.child)
+        finally:
+            console.begin()
+        if not self.spec.get("stdin") and not console.tty:
+            console.close_input()
+        self.console = console
+        return process
 
     async def _command(self) -> ProcessSpec:
         """Return the process to run. Everything that the spec refers to is read again for each run."""
@@ -244,53 +311,137 @@ class Container:
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
 
-    async def _probe(self, process: Process) -> None:
-        target = probes.ProbeTarget(self._sandbox.ip, self.spec, self._run_probe, self._sandbox.host.probe_session)
-        if "startupProbe" in self.spec:
-            async for why in probes.probe_results(self.spec["startupProbe"], target):
-                if not why:
-                    break
-                self._unhealthy("Startup", why, process)
-                return
-            self.status.update(started=True, ready="readinessProbe" not in self.spec)
-            self.begun.set()
-            self._sandbox.changed()
-        if "livenessProbe" in self.spec:
-            self._background(self._probe_liveness(target, process))
-        if "readinessProbe" in self.spec:
-            async for why in probes.probe_results(self.spec["readinessProbe"], target):
-                if why:
-                    self._sandbox.event("Warning", "Unhealthy", f"Readiness probe failed: {why}")
-                if self.status["ready"] != (not why):
-                    self.status["ready"] = not why
-                    self._sandbox.changed()
+    def _started(self, process: Process, begun: str) -> None:
+        self._set("running", {"startedAt": begun})
+        self.attempted.set()
+        self._background(self._probe(process).run())
 
-    async def _probe_liveness(self, target: probes.ProbeTarget, process: Process) -> None:
-        async for why in probes.probe_results(self.spec["livenessProbe"], target):
-            if why:
-                self._unhealthy("Liveness", why, process)
-                return
+    async def _post_start(self, process: Process, begun: str) -> None:
+        """Run the `postStart` hook. Until it ends, the container does not count as running."""
+        if await run_hook(hook_of(self.spec, "postStart") or {}, self._target()):
+            self._started(process, begun)
+            return
+        self._sandbox.event("Warning", "FailedPostStartHook", "PostStartHook failed")
+        self._end_run(process, self._sandbox.grace, "FailedPostStartHook")
 
-    def _unhealthy(self, kind: str, why: str, process: Process) -> None:
-        """End a run that failed a probe; the restart policy applies."""
-        self._sandbox.event("Warning", "Unhealthy", f"{kind} probe failed: {why}")
-        self._sandbox.event("Normal", "Killing", f"Container {self.name} failed {kind.lower()} probe")
+    def _end_run(self, process: Process, grace: float, message: str) -> None:
+        """Stop this run; the restart policy applies. It goes on if what decided this is cancelled."""
+        if not self._stopping.is_set() and self._halting is None:
+            self._halting = asyncio.create_task(self._halt(process, grace, message))
+            self._halting.add_done_callback(self._halted)
+
+    def _halted(self, _: asyncio.Task[None]) -> None:
+        self._halting = None
+
+    async def _halt(
+        self, process: Process, grace: float, message: str, turn: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        """Run the `preStop` hook, await the container's turn, ask the process to end, and kill it in the end.
+
+        The grace period begins now: the hook and the turn are part of it.
+        """
+        self._sandbox.event("Normal", "Killing", message)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + grace
+        if grace > 0:
+            await self._pre_stop(until)
+            if turn is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(until):
+                        await turn()
         process.signal(SIGTERM)
-        asyncio.get_running_loop().call_later(self._sandbox.grace, process.kill)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(max(until, loop.time() + _LEAST_GRACE_SECONDS)):
+                await process.wait()
+        process.kill()
+        await process.wait()
+
+    async def _pre_stop(self, until: float) -> None:
+        hook = hook_of(self.spec, "preStop")
+        if hook is None:
+            return
+        try:
+            async with asyncio.timeout_at(until):
+                succeeded = await self._unless_killed(run_hook(hook, self._target()))
+        except TimeoutError:
+            succeeded = "exec" not in hook  # the command ends with the container, and not by itself
+        if not succeeded:
+            self._sandbox.event("Warning", "FailedPreStopHook", "PreStopHook failed")
+
+    async def _unless_killed(self, work: Coroutine[Any, Any, bool]) -> bool:
+        """Await a hook, but not on a node that stops."""
+        killed = asyncio.create_task(self._killed.wait())
+        hook = asyncio.create_task(work)
+        try:
+            await asyncio.wait({hook, killed}, return_when=asyncio.FIRST_COMPLETED)
+            return not hook.done() or hook.result()
+        finally:
+            hook.cancel()
+            killed.cancel()
+
+    def _target(self) -> Target:
+        return Target(self._sandbox.ip, self.spec, self._run_command, self._sandbox.host.probe_session)
+
+    def _probe(self, process: Process) -> Prober:
+        return Prober(
+            self._sandbox,
+            self.spec,
+            self._target(),
+            stopping=self._stopping.is_set,
+            started=self._startup_succeeded,
+            ready=self._set_ready,
+            unhealthy=lambda kind: self._unhealthy(kind, process),
+        )
+
+    def _startup_succeeded(self) -> None:
+        self.status.update(started=True, ready="readinessProbe" not in self.spec)
+        self.begun.set()
+        self._sandbox.changed()
+
+    def _set_ready(self, ready: bool) -> None:
+        if self.status["ready"] != ready:
+            self.status["ready"] = ready
+            self._sandbox.changed()
+
+    def _unhealthy(self, kind: str, process: Process) -> None:
+        """End a run that failed a probe; the restart policy applies, but not rules for exit codes."""
+        grace = self.spec[f"{kind}Probe"].get("terminationGracePeriodSeconds") or self._sandbox.grace
+        restarted = ", will be restarted" if self.policy.policy != "Never" else ""
+        self._end_run(process, grace, f"Container {self.name} failed {kind} probe{restarted}")
 
     async def _watch_memory(self, process: Process, limit: int) -> None:
         used = await probes.memory_exceeded(process.shim_pid, limit)
         self._out_of_memory = f"memory: {used} bytes in use, the limit is {limit}"
         process.kill()
 
-    async def _run_probe(self, command_line: list[str]) -> int:
-        process = await self.start_exec(command_line)
-        try:
-            return await process.wait()
-        finally:
-            process.kill()
+    async def _run_command(self, command_line: list[str]) -> tuple[int, str]:
+        """Run a command of a probe or a hook. Return its exit code and the beginning of its output."""
+        reader, writer = os.pipe()
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            try:
+                process = await self.start_exec(command_line, (DEVNULL, writer, writer))
+            finally:
+                os.close(writer)
+            try:
+                output = await _read(pipe)
+                return await process.wait(), output
+            finally:
+                process.kill()
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _read(pipe: FileIO) -> str:
+    """Return the beginning of what is written to a pipe, once it is closed."""
+    stream, text = asyncio.StreamReader(), b""
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+    try:
+        while part := await stream.read(LONGEST_ANSWER):
+            text = (text + part)[:LONGEST_ANSWER]
+    finally:
+        transport.close()
+    return text.decode(errors="replace")

@@ -118,8 +118,9 @@ class NodeRegistration:
                 {"type": "Hostname", "address": spec.name},
             ],
             "daemonEndpoints": {"kubeletEndpoint": {"Port": self._port}},
-            # Since 1.36 a kube-apiserver forwards exec as a WebSocket to nodes with this feature, to others as SPDY.
-            "declaredFeatures": ["ExtendWebSocketsToKubelet"],
+            # Since 1.36 a kube-apiserver forwards exec as a WebSocket to nodes with this feature, to others as SPDY;
+            # and a kube-scheduler assigns pods with rules that restart all containers only to nodes with the other.
+            "declaredFeatures": ["ExtendWebSocketsToKubelet", "RestartAllContainersOnContainerExits"],
             "nodeInfo": {
                 **dict.fromkeys(("machineID", "systemUUID", "bootID", "kubeProxyVersion"), ""),
                 "kernelVersion": os.uname().release,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from functools import partial
 
 from meshwright.api.objects import KubeObject, is_sidecar
 from meshwright_local.kube import timestamps
@@ -12,6 +13,8 @@ from meshwright_local.kube.client import STRATEGIC_PATCH, ApiError
 from meshwright_local.kube.resources import PODS
 from meshwright_local.nodeagent import volumes
 from meshwright_local.nodeagent.container import Container
+from meshwright_local.nodeagent.pod_status import PodStatus
+from meshwright_local.nodeagent.restarts import RestartPolicy
 from meshwright_local.nodeagent.sandbox import API_ERRORS, PodSpecError, Sandbox, discard_links
 
 logger = logging.getLogger(__name__)
@@ -25,33 +28,41 @@ class PodRunner:
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
-        self.over = False
         spec = sandbox.pod["spec"]
         policy = spec.get("restartPolicy") or "Always"
         once = "Never" if policy == "Never" else "OnFailure"
         self.init = [
-            Container(sandbox, item, str(item.get("restartPolicy") or once), "PodInitializing")
+            Container(sandbox, item, RestartPolicy.of(item, once), "PodInitializing")
             for item in spec.get("initContainers") or ()
         ]
         self.sidecars = [container for container in self.init if is_sidecar(container.spec)]
         self.containers = [
-            Container(sandbox, item, str(item.get("restartPolicy") or policy), "ContainerCreating")
-            for item in spec["containers"]
+            Container(sandbox, item, RestartPolicy.of(item, policy), "ContainerCreating") for item in spec["containers"]
         ]
-        self._start_time = (sandbox.pod.get("status") or {}).get("startTime") or timestamps.now()
-        self._initialized = False
-        self._failure: tuple[str, str] | None = None
-        self._transitions: dict[str, tuple[bool, str]] = {}
-        self._stopping, self._kill_at = asyncio.Event(), float("inf")
+        start_time = (sandbox.pod.get("status") or {}).get("startTime") or timestamps.now()
+        self._status = PodStatus(sandbox, self.init, self.sidecars, self.containers, start_time)
+        self._stopping, self._grace = asyncio.Event(), float("inf")
+        self._termination: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._interrupted = asyncio.Event()
+        """Set if the pod is to stop, or all of its containers are to begin again."""
+        self._prepared = asyncio.Event()
+        """Set once containers can start."""
+        self._added: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._dirty, self._reporting = asyncio.Event(), asyncio.Lock()
         self._sent: KubeObject | None = None
-        sandbox.changed = self._dirty.set
+        sandbox.changed, sandbox.restart_all = self._dirty.set, self._restart_all
 
     @property
     def all_containers(self) -> list[Container]:
-        """The init containers, then the others."""
-        return [*self.init, *self.containers]
+        """The init containers, then the others, then ephemeral ones."""
+        return [*self.init, *self.containers, *self._status.ephemeral]
+
+    @property
+    def over(self) -> bool:
+        """Whether none of its processes is left."""
+        return self._status.over
 
     @property
     def deleting(self) -> bool:
@@ -59,16 +70,42 @@ class PodRunner:
         return bool(self.sandbox.pod["metadata"].get("deletionTimestamp"))
 
     def update(self, pod: KubeObject) -> None:
-        """Handle a change of the object: a deletion, or a second one with a shorter grace period."""
+        """Handle a change of the object: a deletion, or a second one with a shorter grace period; conditions."""
         self.sandbox.pod = pod
+        self._dirty.set()
+        self._add_ephemeral()
         if self.deleting:
-            self._stop(float(pod["metadata"].get("deletionGracePeriodSeconds", self.sandbox.grace)))
+            self.stop(float(pod["metadata"].get("deletionGracePeriodSeconds", self.sandbox.grace)))
+
+    def stop(self, grace: float) -> None:
+        """Stop every container within a grace period. Does nothing if it stops within one that is not longer."""
+        if grace >= self._grace:
+            return
+        self._grace = grace
+        self._stopping.set()
+        self._interrupted.set()
+        for container in self.all_containers:
+            container.hold()
+        if self._termination is not None:
+            self._termination.cancel()
+        self._termination = asyncio.create_task(self._terminate(max(grace, 1.0)))
+
+    def _add_ephemeral(self) -> None:
+        """Run ephemeral containers that were added to the pod: once, whatever the others do."""
+        known = {container.name for container in self._status.ephemeral}
+        for spec in self.sandbox.pod["spec"].get("ephemeralContainers") or ():
+            if spec["name"] not in known and self._prepared.is_set() and not self._stopping.is_set():
+                container = Container(self.sandbox, spec, RestartPolicy("Never"), "ContainerCreating")
+                self._status.ephemeral.append(container)
+                task = asyncio.create_task(container.run())
+                self._added.add(task)
+                task.add_done_callback(self._added.discard)
 
     def fail(self, reason: str, message: str, grace: float = 0.0) -> None:
         """End the pod as failed, before or after its containers have started."""
-        self._failure = (reason, message)
+        self._status.failure = (reason, message)
         self.sandbox.event("Warning", reason, message)
-        self._stop(grace)
+        self.stop(grace)
 
     def kill(self) -> None:
         """Kill every process at once, because the object is gone or the node stops."""
@@ -87,16 +124,20 @@ class PodRunner:
         reporting = asyncio.create_task(self._report())
         try:
             await self._live()
+            while self._termination is not None and not self._termination.done():
+                await asyncio.wait({self._termination})
         except Exception:
             logger.exception("pod %s/%s: error in the node agent", self.sandbox.namespace, self.sandbox.name)
             self.fail("NodeAgentError", "see the log of the node agent")
         finally:
             self.kill()
-            reporting.cancel()
+            for work in (reporting, self._termination, self._restarting):
+                if work is not None:
+                    work.cancel()
             for timer in self._timers:
                 timer.cancel()
         await self.gone()
-        self.over = True
+        self._status.over = True
         await self._flush()
         await self.confirm_deletion()
 
@@ -117,47 +158,80 @@ class PodRunner:
             return
         seconds = self.sandbox.pod["spec"].get("activeDeadlineSeconds")
         if seconds is not None:
-            left = seconds - (timestamps.parse(timestamps.now()) - timestamps.parse(self._start_time)).total_seconds()
+            left = (
+                seconds
+                - (timestamps.parse(timestamps.now()) - timestamps.parse(self._status.start_time)).total_seconds()
+            )
             self._timers.append(asyncio.get_running_loop().call_later(left, self._deadline_passed))
         # A container may read `status.podIP` as soon as it starts.
         await self._flush()
         await self._prepare_volumes()
+        self._prepared.set()
+        self._add_ephemeral()
+        await self._run_containers()
+        while self._restarting is not None and not self._stopping.is_set():
+            await self._restarting
+            self._restarting, self._status.restarting = None, False
+            if not self._stopping.is_set():
+                self._interrupted.clear()
+                self._status.initialized = False
+                for container in (*self.containers, *self.init):
+                    container.begin_again()
+                await self._run_containers()
+
+    async def _run_containers(self) -> None:
         async with asyncio.TaskGroup() as sidecars:
             if await self._initialize(sidecars):
                 async with asyncio.TaskGroup() as group:
                     for container in self.containers:
                         group.create_task(container.run())
-            await self._stop_sidecars()
+                        await container.attempted.wait()
+            if self._restarting is None:
+                # Nothing needs sidecars and ephemeral containers any more.
+                self.stop(self.sandbox.grace)
 
     async def _initialize(self, sidecars: asyncio.TaskGroup) -> bool:
         """Run the init containers, and start the sidecars among them, in order. Return whether the others may start."""
         for container in self.init:
             if container in self.sidecars:
                 sidecars.create_task(container.run())
-                await self._unless_stopping(container.begun)
-                if self._stopping.is_set():
+                await self._unless_interrupted(container.begun)
+            else:
+                await container.run()
+                ended = container.terminated
+                if ended is None or ended["exitCode"]:
                     return False
-                continue
-            await container.run()
-            ended = container.terminated
-            if ended is None or ended["exitCode"]:
+                container.status["ready"] = True
+            if self._interrupted.is_set():
                 return False
-            container.status["ready"] = True
-        self._initialized = not self._stopping.is_set()
+        self._status.initialized = not self._interrupted.is_set()
         self._dirty.set()
-        return True
+        return self._status.initialized
 
-    async def _stop_sidecars(self) -> None:
-        """Stop the sidecars, the last one first, now that nothing needs them. The grace period is that of the pod."""
-        if not self._stopping.is_set():
-            self._timers.append(asyncio.get_running_loop().call_later(self.sandbox.grace, self.kill))
-        for container in reversed(self.sidecars):
-            container.terminate()
-            await container.gone()
+    async def _terminate(self, grace: float) -> None:
+        """Stop all containers. Their hooks begin at once; sidecars end after the others, the last one first."""
+        async with asyncio.TaskGroup() as group:
+            others = (container for container in self.all_containers if container not in self.sidecars)
+            stops = [group.create_task(container.stop(grace)) for container in others]
+            for sidecar in reversed(self.sidecars):
+                stops.append(group.create_task(sidecar.stop(grace, turn=partial(asyncio.wait, [*stops]))))
 
-    async def _unless_stopping(self, event: asyncio.Event) -> None:
-        """Wait for an event, or until the pod is to stop."""
-        waits = [asyncio.ensure_future(each.wait()) for each in (event, self._stopping)]
+    def _restart_all(self) -> None:
+        """Begin again with the first init container, in the same sandbox: a rule of a container demands it."""
+        if self._restarting is None and not self._stopping.is_set():
+            for container in (*self.containers, *self.init):
+                container.hold()
+            self._interrupted.set()
+            self._restarting, self._status.restarting = asyncio.create_task(self._remove_all()), True
+            self._dirty.set()
+
+    async def _remove_all(self) -> None:
+        for container in (*self.containers, *self.init):
+            await container.stop(0, "killing")
+
+    async def _unless_interrupted(self, event: asyncio.Event) -> None:
+        """Wait for an event, unless something interrupts the start of the pod."""
+        waits = [asyncio.ensure_future(each.wait()) for each in (event, self._interrupted)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -179,11 +253,11 @@ class PodRunner:
             runs = len(list(container.logs.glob("*.log")))
             if not runs and "waiting" in state:
                 continue
-            self._initialized = True
+            self._status.initialized = True
             begun = (state.get("running") or {}).get("startedAt") or timestamps.now()
             lost = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": _LOST, "startedAt": begun}
             ended = {"terminated": state.get("terminated") or {**lost, "finishedAt": timestamps.now()}}
-            if self.sandbox.pod["spec"].get("restartPolicy") == "Never":
+            if not container.policy.action(ended["terminated"]["exitCode"]):
                 container.status["state"] = ended
             else:
                 restarts = max(runs, int(item.get("restartCount") or 0) + 1)
@@ -209,23 +283,6 @@ class PodRunner:
         message = "Pod was active on the node longer than the specified deadline"
         self.fail("DeadlineExceeded", message, self.sandbox.grace)
 
-    def _stop(self, grace: float) -> None:
-        """Ask every container to stop, and kill the remaining ones after the grace period."""
-        loop = asyncio.get_running_loop()
-        at = loop.time() + grace
-        if at >= self._kill_at:
-            return
-        self._kill_at = at
-        self._stopping.set()
-        if grace <= 0:
-            self.kill()
-            return
-        self._timers.append(loop.call_at(at, self.kill))
-        for container in self.all_containers:
-            # Sidecars serve the others until those have ended, see `_stop_sidecars`.
-            if container not in self.sidecars:
-                container.terminate()
-
     async def _report(self) -> None:
         while True:
             await self._dirty.wait()
@@ -238,7 +295,7 @@ class PodRunner:
             while True:
                 await sandbox.host.online.wait()
                 self._dirty.clear()
-                body = self.status()
+                body = self._status.patch()
                 if body == self._sent:
                     return
                 # The uid makes the server reject a report about an earlier pod of the same name.
@@ -253,45 +310,3 @@ class PodRunner:
                         return
                     logger.debug("status of %s: %r", sandbox.name, error)
                 await asyncio.sleep(_RETRY_SECONDS)
-
-    def phase(self) -> str:
-        """Return the phase: Pending, Running, Succeeded or Failed."""
-        if self.over:
-            ends = [container.terminated or {"exitCode": 137} for container in self.containers]
-            ends += [one.terminated for one in self.init if one.terminated and one not in self.sidecars]
-            return "Failed" if self._failure or any(end["exitCode"] for end in ends) else "Succeeded"
-        statuses = [container.status for container in self.containers]
-        begun = any("waiting" not in status["state"] or status["lastState"] for status in statuses)
-        return "Running" if begun else "Pending"
-
-    def status(self) -> KubeObject:
-        """Return the pod status to report, as a strategic merge patch."""
-        host, phase = self.sandbox.host.spec, self.phase()
-        ready = not self.over and all(each.status["ready"] for each in (*self.containers, *self.sidecars))
-        unready = {"Succeeded": "PodCompleted", "Failed": "PodFailed"}.get(phase, "ContainersNotReady")
-        conditions = (
-            ("PodReadyToStartContainers", not self.over, None),
-            ("Initialized", self._initialized, "ContainersNotInitialized"),
-            ("ContainersReady", ready, unready),
-            ("Ready", ready, unready),
-        )
-        reason, message = self._failure or (None, None)
-        return {
-            "phase": phase,
-            "reason": reason,
-            "message": message,
-            "startTime": self._start_time,
-            # The merge key is the address: without this, an address of an earlier run of the pod would stay.
-            **{"podIP": self.sandbox.ip, "podIPs": [{"$patch": "replace"}, {"ip": self.sandbox.ip}]},
-            **{"hostIP": host.address, "hostIPs": [{"$patch": "replace"}, {"ip": host.address}]},
-            "conditions": [self._condition(*condition) for condition in conditions],
-            "containerStatuses": [dict(container.status) for container in self.containers],
-            "initContainerStatuses": [dict(container.status) for container in self.init] or None,
-        }
-
-    def _condition(self, kind: str, holds: bool, reason: str | None) -> KubeObject:
-        if self._transitions.get(kind, (None,))[0] != holds:
-            self._transitions[kind] = (holds, timestamps.now())
-        # Write an empty reason too: a patch does not remove fields that it does not name.
-        value, since = "True" if holds else "False", self._transitions[kind][1]
-        return {"type": kind, "status": value, "lastTransitionTime": since, "reason": None if holds else reason}

@@ -62,6 +62,7 @@ class Sandbox:
         temporary: TMPDIR of its containers. Its name is short: socket paths must have less than 108 bytes.
         account: Directory of its service account's credentials, if it has any.
         changed: Callback for every change of a container's state.
+        restart_all: Callback of a container whose end restarts all of them.
     """
 
     def __init__(self, host: Host, pod: KubeObject, ip: str) -> None:
@@ -77,6 +78,7 @@ class Sandbox:
         self.volumes: dict[str, Path] = {}
         self.account: Path | None = None
         self.changed: Callable[[], None] = lambda: None
+        self.restart_all: Callable[[], None] = lambda: None
 
     def event(self, kind: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         """Post an event about the pod."""

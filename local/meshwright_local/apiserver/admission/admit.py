@@ -10,6 +10,7 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.admission.metadata import check_finalizers, check_metadata
 from meshwright_local.apiserver.query_options import WriteOptions
 from meshwright_local.apiserver.resource_types import Resource
+from meshwright_local.apiserver.rest.duplicate_keys import DuplicateKeys
 from meshwright_local.apiserver.schema.structural import SchemaNode, apply_defaults, canonicalize, drop_empty, prune
 from meshwright_local.apiserver.schema.validation import validate
 from meshwright_local.apiserver.status_errors import ApiError, Cause, UnreadableError, bad_request, invalid, not_allowed
@@ -76,16 +77,18 @@ def admit(resource: Resource, obj: KubeObject, old: KubeObject | None, options: 
         resource.rules.update(obj, old, subresource)
     causes = causes or resource.rules.check(obj, old, subresource)
     if causes:
-        raise invalid(resource.group, resource.kind, metadata.get("name", ""), causes)
+        error = invalid(resource.group, resource.kind, metadata.get("name", ""), causes)
+        error.warnings = options.warnings
+        raise error
 
 
 def drop_unknown_fields(resource: Resource, obj: KubeObject, options: WriteOptions) -> None:
-    """Prune in place. Unknown fields are an error, a warning or ignored, by the requested field validation."""
-    dropped = [f'unknown field "{path}"' for path in prune(resource.node, obj)]
-    if dropped and options.field_validation == "Strict":
-        raise _unreadable(resource, f"strict decoding error: {', '.join(dropped)}")
+    """Prune in place. Unknown and duplicate fields are errors, warnings or ignored, by the requested validation."""
+    dropped, duplicates = list(prune(resource.node, obj)), options.duplicates or DuplicateKeys()
+    if options.field_validation == "Strict" and (errors := duplicates.errors(dropped)):
+        raise _unreadable(resource, f"strict decoding error: {', '.join(errors)}")
     if options.field_validation == "Warn":
-        options.warnings += dropped
+        options.warnings += duplicates.warnings(dropped)
 
 
 def _unreadable(resource: Resource, why: str) -> ApiError:

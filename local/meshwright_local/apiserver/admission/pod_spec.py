@@ -1,4 +1,4 @@
-"""The rules of a pod's spec beyond its types: resources, volumes, probes, tolerations, node affinity and names.
+"""The rules of a pod's spec beyond its types: resources, volumes, tolerations, node affinity and names.
 
 These are the rules that a template of a user or of a controller breaks most easily. A real API server rejects a pod
 that breaks one, so a cluster that accepted it would hide the fault of whoever made it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.api.objects import KubeObject, is_sidecar
+from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.admission.metadata import key_problem, problem
 from meshwright_local.apiserver.status_errors import (
     Cause,
@@ -24,15 +24,12 @@ _STANDARD = ("cpu", "memory", "ephemeral-storage")
 _HUGE_PAGES = "hugepages-"
 _VOLUME_NAMES = {"configMap": "name", "secret": "secretName", "persistentVolumeClaim": "claimName", "hostPath": "path"}
 _NAMES = {"hostname": "label", "subdomain": "label", "nodeName": "subdomain", "serviceAccountName": "subdomain"}
-_HANDLERS = ("exec", "httpGet", "tcpSocket", "grpc")
-_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 _SOURCES = ("fieldRef", "resourceFieldRef", "configMapKeyRef", "secretKeyRef", "fileKeyRef")
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 _OPERATORS = ("In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt")
 _CONTAINER_ENUMS = {
     "imagePullPolicy": ("Always", "IfNotPresent", "Never"),
     "terminationMessagePolicy": ("File", "FallbackToLogsOnError"),
-    "restartPolicy": ("Always", "Never", "OnFailure"),
 }
 
 
@@ -51,7 +48,7 @@ def spec_causes(spec: KubeObject, path: str) -> Iterator[Cause]:
     for index, volume in enumerate(spec.get("volumes") or ()):
         yield from _volume_causes(volume, f"{path}.volumes[{index}]")
     for index, toleration in enumerate(spec.get("tolerations") or ()):
-        yield from _toleration_causes(toleration, f"{path}.tolerations[{index}]")
+        yield from toleration_causes(toleration, f"{path}.tolerations[{index}]")
     yield from _affinity_causes(spec, path)
     for index, spread in enumerate(spec.get("topologySpreadConstraints") or ()):
         if spread.get("maxSkew", 0) <= 0:
@@ -60,21 +57,16 @@ def spec_causes(spec: KubeObject, path: str) -> Iterator[Cause]:
 
 
 def container_causes(container: KubeObject, path: str, *, host_network: bool) -> Iterator[Cause]:
-    """Return the errors of one container's resources, ports, probes and environment."""
+    """Return the errors of one container's resources, ports and environment."""
     if container.get("image") and container["image"] != container["image"].strip():
         text = "must not have leading or trailing whitespace"
         yield invalid_value(f"{path}.image", container["image"], text)
     for key, choices in _CONTAINER_ENUMS.items():
         if container.get(key, choices[0]) not in choices:
             yield unsupported_value(f"{path}.{key}", container[key], choices)
-    if ".initContainers[" in path and not is_sidecar(container):
-        yield from _init_container_causes(container, path)
     yield from resource_causes(container.get("resources") or {}, f"{path}.resources")
     for index, port in enumerate(container.get("ports") or ()):
         yield from _port_causes(port, f"{path}.ports[{index}]", host_network=host_network)
-    for key in _PROBES:
-        if container.get(key) is not None:
-            yield from _probe_causes(container[key], f"{path}.{key}")
     for index, mount in enumerate(container.get("volumeMounts") or ()):
         if ".." in str(mount.get("subPath") or "").split("/"):
             yield invalid_value(f"{path}.volumeMounts[{index}].subPath", mount["subPath"], "must not contain '..'")
@@ -83,12 +75,6 @@ def container_causes(container: KubeObject, path: str, *, host_network: bool) ->
         if source is not None and not any(source.get(key) for key in _SOURCES):
             text = "must specify one of: `fieldRef`, `resourceFieldRef`, `configMapKeyRef`, `secretKeyRef`"
             yield invalid_value(f"{path}.env[{index}].valueFrom", "", text)
-
-
-def _init_container_causes(container: KubeObject, path: str) -> Iterator[Cause]:
-    for key in ("lifecycle", *_PROBES):
-        if container.get(key) is not None:
-            yield not_allowed(f"{path}.{key}", "may not be set for init containers without restartPolicy=Always")
 
 
 def resource_causes(resources: KubeObject, path: str) -> Iterator[Cause]:
@@ -131,17 +117,6 @@ def _port_causes(port: KubeObject, path: str, *, host_network: bool) -> Iterator
         yield invalid_value(f"{path}.hostPort", port["hostPort"], text)
 
 
-def _probe_causes(probe: KubeObject, path: str) -> Iterator[Cause]:
-    handlers = [key for key in _HANDLERS if probe.get(key) is not None]
-    if not handlers:
-        yield required(path, "must specify a handler type")
-    for key in handlers[1:]:
-        yield not_allowed(f"{path}.{key}", "may not specify more than 1 handler type")
-    for key in ("initialDelaySeconds", "timeoutSeconds", "periodSeconds", "successThreshold", "failureThreshold"):
-        if probe.get(key, 0) < 0:
-            yield invalid_value(f"{path}.{key}", probe[key], "must be greater than or equal to 0")
-
-
 def _volume_causes(volume: KubeObject, path: str) -> Iterator[Cause]:
     sources = [key for key in volume if key != "name"]
     for key in sources[1:]:
@@ -159,7 +134,8 @@ def _volume_causes(volume: KubeObject, path: str) -> Iterator[Cause]:
             yield invalid_value(f"{path}.{key}.defaultMode", mode, text)
 
 
-def _toleration_causes(toleration: KubeObject, path: str) -> Iterator[Cause]:
+def toleration_causes(toleration: KubeObject, path: str) -> Iterator[Cause]:
+    """Return the errors of a toleration."""
     key, operator, effect = (toleration.get(name) or "" for name in ("key", "operator", "effect"))
     if not key and operator != "Exists":
         text = 'operator must be Exists when `key` is empty, which means "match all values and all keys"'

@@ -9,16 +9,23 @@ import orjson
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
+from meshwright_local.apiserver.admission.container_life import PROBES, life_causes
+from meshwright_local.apiserver.admission.ephemeral import ephemeral_causes
 from meshwright_local.apiserver.admission.metadata import problem
 from meshwright_local.apiserver.admission.pod_spec import container_causes, spec_causes
 from meshwright_local.apiserver.admission.quota import apply_limits, containers_of
+from meshwright_local.apiserver.admission.runtime_classes import apply_runtime_class
 from meshwright_local.apiserver.resource_types import Rules, set_condition
 from meshwright_local.apiserver.status_errors import Cause
 from meshwright_local.apiserver.store import Store
 from meshwright_local.kube import timestamps
 from meshwright_local.kube.resources import has_ended
 
+EPHEMERAL = "ephemeralcontainers"
+"""The subresource through which ephemeral containers are added."""
 PRIORITY_CLASSES = ("scheduling.k8s.io", "priorityclasses")
+NODES = ("", "nodes")
+_TOPOLOGY = ("topology.kubernetes.io/region", "topology.kubernetes.io/zone")
 _SYSTEM_PRIORITIES = {"system-node-critical": 2_000_001_000, "system-cluster-critical": 2_000_000_000}
 _GRACE_SECONDS = 30
 _SPEC_DEFAULTS: KubeObject = {
@@ -54,14 +61,16 @@ class PodRules(Rules):
             default_pod_spec(obj["spec"])
 
     def create(self, obj: KubeObject, store: Store) -> None:
-        """Apply limit ranges, and set the first status and the value of the priority class."""
+        """Apply runtime class and limit ranges, and set the first status and the value of the priority class."""
         spec = obj["spec"]
+        apply_runtime_class(obj, store)
         apply_limits(store, obj)
         obj["status"] = {"phase": "Pending", "qosClass": qos_class(spec)}
         if spec.get("schedulingGates"):
             text = "Scheduling is blocked due to non-empty scheduling gates"
             set_condition(obj, "PodScheduled", "False", timestamps.now(), reason="SchedulingGated", message=text)
         _set_priority(obj, store)
+        label_topology(obj, store)
 
     def update(self, new: KubeObject, old: KubeObject, subresource: str) -> None:
         """Restore fields that admission has set and the client left out; set `podIP` to the first of `podIPs`."""
@@ -79,7 +88,11 @@ class PodRules(Rules):
         if not isinstance(obj.get("spec"), dict):
             return [status_errors.required("spec")]
         if old is None:
+            if obj["spec"].get("ephemeralContainers"):
+                return [status_errors.not_allowed("spec.ephemeralContainers", "cannot be set on create")]
             return check_pod_spec(obj["spec"], "spec")
+        if subresource == EPHEMERAL:
+            return list(ephemeral_causes(obj["spec"], old["spec"]))
         return _check_addresses(obj.get("status") or {}) if subresource else _check_change(obj["spec"], old["spec"])
 
     def deletion_pending(self, obj: KubeObject) -> bool:
@@ -92,6 +105,15 @@ class PodRules(Rules):
             return 0
         grace = requested if requested is not None else obj["spec"].get("terminationGracePeriodSeconds", _GRACE_SECONDS)
         return int(grace) if grace >= 0 else 1
+
+
+def label_topology(pod: KubeObject, store: Store) -> None:
+    """Give a pod the labels of its node for region and zone, as 1.35 and later do."""
+    node = store.find(NODES, "", pod["spec"].get("nodeName") or "") or {}
+    there = (node.get("metadata") or {}).get("labels") or {}
+    labels = {key: there[key] for key in _TOPOLOGY if key in there}
+    if labels:
+        pod["metadata"]["labels"] = {**(pod["metadata"].get("labels") or {}), **labels}
 
 
 def _set_priority(obj: KubeObject, store: Store) -> None:
@@ -151,7 +173,7 @@ def default_template_spec(spec: KubeObject) -> None:
         spec["terminationGracePeriodSeconds"] = 1
     if spec.get("serviceAccountName"):
         spec.setdefault("serviceAccount", spec["serviceAccountName"])
-    for _, container in containers_of(spec):
+    for container in (*(one for _, one in containers_of(spec)), *(spec.get("ephemeralContainers") or ())):
         _default_container(container)
     for volume in spec.get("volumes") or ():
         if volume.keys() <= {"name"}:
@@ -172,11 +194,18 @@ def _default_container(container: KubeObject) -> None:
     container.setdefault("terminationMessagePath", "/dev/termination-log")
     container.setdefault("terminationMessagePolicy", "File")
     container.setdefault("resources", {})
-    for name in ("livenessProbe", "readinessProbe", "startupProbe"):
+    for name in PROBES:
         if container.get(name):
-            container[name] |= {**_PROBE_DEFAULTS, **container[name]}
-            if container[name].get("httpGet"):
-                container[name]["httpGet"] |= {"scheme": "HTTP", "path": "/", **container[name]["httpGet"]}
+            container[name] |= {**_PROBE_DEFAULTS, **{key: value for key, value in container[name].items() if value}}
+            if container[name].get("grpc"):
+                container[name]["grpc"].setdefault("service", "")
+    hooks = container.get("lifecycle") or {}
+    hooks.pop("stopSignal", None)  # off by default in 1.36
+    if not hooks:
+        container.pop("lifecycle", None)
+    for handler in (*(hooks.get(name) for name in ("postStart", "preStop")), *(container.get(name) for name in PROBES)):
+        if handler and handler.get("httpGet"):
+            handler["httpGet"] |= {"scheme": "HTTP", "path": "/", **handler["httpGet"]}
     for entry in container.get("env") or ():
         reference = (entry.get("valueFrom") or {}).get("fieldRef")
         if reference:
@@ -193,6 +222,7 @@ def check_pod_spec(spec: KubeObject, path: str) -> list[Cause]:
     for where, container in containers:
         causes += _check_container(container, volumes, where)
         causes += container_causes(container, where, host_network=bool(spec.get("hostNetwork")))
+        causes += life_causes(container, where, spec.get("terminationGracePeriodSeconds", _GRACE_SECONDS))
     causes += spec_causes(spec, path)
     for key, choices in _ENUMS.items():
         if spec.get(key, choices[0]) not in choices:

@@ -31,7 +31,17 @@ ISSUER = "https://kubernetes.default.svc"
 RBAC = "rbac.authorization.k8s.io"
 _MIN_SECONDS, _DEFAULT_SECONDS = 600, 3600
 _PUBLIC_PATHS = ["/healthz", "/livez", "/readyz", "/version", "/version/"]
-_DISCOVERY_PATHS = ["/api", "/api/*", "/apis", "/apis/*", "/openapi", "/openapi/*", *_PUBLIC_PATHS]
+_DISCOVERY_PATHS = [
+    "/.well-known",
+    "/.well-known/*",
+    "/api",
+    "/api/*",
+    "/apis",
+    "/apis/*",
+    "/openapi",
+    "/openapi/*",
+    *_PUBLIC_PATHS,
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +213,16 @@ class Authorizer:
         bindings += self._store.all((RBAC, "rolebindings"), namespace) if namespace else ()
         for binding in bindings:
             if any(_is_subject(s, user, binding) for s in binding.get("subjects") or ()):
-                plural = "clusterroles" if binding["roleRef"].get("kind") == "ClusterRole" else "roles"
-                where = namespace if plural == "roles" else ""
-                role = self._store.find((RBAC, plural), where, binding["roleRef"].get("name", ""))
-                if role is not None and role.get("aggregationRule"):
-                    yield from rules_of(role, self._store.all((RBAC, "clusterroles")))
-                else:
-                    yield from (role or {}).get("rules") or ()
+                yield from self.role_rules(binding["roleRef"], namespace) or ()
+
+    def role_rules(self, reference: KubeObject, namespace: str) -> list[KubeObject] | None:
+        """Return the rules of the role that a binding names; None if it does not exist."""
+        plural = "clusterroles" if reference.get("kind") == "ClusterRole" else "roles"
+        where = namespace if plural == "roles" else ""
+        role = self._store.find((RBAC, plural), where, reference.get("name", ""))
+        if role is not None and role.get("aggregationRule"):
+            return rules_of(role, self._store.all((RBAC, "clusterroles")))
+        return None if role is None else list(role.get("rules") or ())
 
 
 def _is_subject(subject: KubeObject, user: User, binding: KubeObject) -> bool:

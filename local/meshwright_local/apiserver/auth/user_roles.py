@@ -37,7 +37,7 @@ def user_roles() -> Iterator[KubeObject]:
         "view": _rules({**statuses, "": [*statuses[""], *_SEEN]}, _READ),
         "edit": _rules(_KINDS, _WRITE)
         + _rules({"": ["secrets"], "coordination.k8s.io": ["leases"]}, [*_READ, *_WRITE])
-        + _rules({"": ["pods/exec", "pods/proxy"]}, ["get", "create"])
+        + _rules({"": ["pods/attach", "pods/exec", "pods/portforward", "pods/proxy"]}, ["get", "create"])
         + _rules({"": ["events", "pods/eviction", "serviceaccounts/token"]}, ["create", "patch", "update"])
         + _rules({"": ["serviceaccounts"]}, ["impersonate"]),
         "admin": _rules({"rbac.authorization.k8s.io": ["rolebindings", "roles"]}, [*_READ, *_WRITE]),

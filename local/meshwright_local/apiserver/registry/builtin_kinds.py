@@ -16,6 +16,7 @@ from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.metadata import key_problem, problem
 from meshwright_local.apiserver.admission.pods import PodRules
 from meshwright_local.apiserver.admission.quota import LimitRangeRules, QuotaRules
+from meshwright_local.apiserver.admission.runtime_classes import RuntimeClassRules
 from meshwright_local.apiserver.auth.identity import RBAC
 from meshwright_local.apiserver.registry.checked_kinds import (
     BindingRules,
@@ -238,6 +239,7 @@ _TABLE: tuple[_Row, ...] = (
     ("batch", "CronJob", "cronjobs", "cj", Rules(), _WORKLOAD),
     ("coordination.k8s.io", "Lease", "leases", "", LeaseRules(), _PLAIN),
     ("scheduling.k8s.io", "PriorityClass", "priorityclasses", "pc", PriorityClassRules(), _CLASSES),
+    ("node.k8s.io", "RuntimeClass", "runtimeclasses", "", RuntimeClassRules(), {**_CLUSTER, **_PLAIN}),
     ("storage.k8s.io", "StorageClass", "storageclasses", "sc", Rules(), {**_CLUSTER, **_PLAIN}),
     ("policy", "PodDisruptionBudget", "poddisruptionbudgets", "pdb", BudgetRules(), _WITH_GENERATION),
     (RBAC, "Role", "roles", "", RoleRules(), _PLAIN),

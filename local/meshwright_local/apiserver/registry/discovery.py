@@ -46,10 +46,13 @@ _SUBRESOURCES: dict[ResourceKey, tuple[tuple[str, str, list[str], str], ...]] = 
     ("", "namespaces"): (("finalize", "Namespace", ["update"], ""),),
     ("", "serviceaccounts"): (("token", "TokenRequest", ["create"], "authentication.k8s.io"),),
     ("", "pods"): (
+        ("attach", "PodAttachOptions", ["create", "get"], ""),
         ("binding", "Binding", ["create"], ""),
+        ("ephemeralcontainers", "Pod", ["get", "patch", "update"], ""),
         ("eviction", "Eviction", ["create"], "policy"),
         ("exec", "PodExecOptions", ["create", "get"], ""),
         ("log", "Pod", ["get"], ""),
+        ("portforward", "PodPortForwardOptions", ["create", "get"], ""),
         ("proxy", "PodProxyOptions", ["get"], ""),
     ),
 }

@@ -17,6 +17,7 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission import quota
 from meshwright_local.apiserver.admission.admit import admit, check_identity, check_type
+from meshwright_local.apiserver.admission.pods import EPHEMERAL
 from meshwright_local.apiserver.query_options import WriteOptions, invalid_options
 from meshwright_local.apiserver.registry.crds import CLEANUP_FINALIZER, CRDS, crd_key
 from meshwright_local.apiserver.registry.discovery import Registry
@@ -60,6 +61,8 @@ class Objects:
         if metadata.pop("resourceVersion", "") not in ("", "0"):
             raise status_errors.bad_request("resourceVersion should not be set on objects to be created")
         admit(resource, obj, None, options, "")
+        if options.check is not None:
+            options.check(resource, obj, None)
         if not applied:
             track_update(resource.node, None, obj, _writer(resource, options, ""), custom=resource.custom)
         resource.rules.create(obj, self.store)
@@ -136,6 +139,8 @@ class Objects:
         new = _restricted(resource, old, new, subresource)
         metadata, was = new["metadata"], old["metadata"]
         admit(resource, new, old, options, subresource)
+        if options.check is not None:
+            options.check(resource, new, old)
         if not applied:
             track_update(resource.node, old, new, _writer(resource, options, subresource), custom=resource.custom)
         if (
@@ -273,6 +278,10 @@ def _restricted(resource: Resource, old: KubeObject, new: KubeObject, subresourc
         copy["metadata"]["managedFields"] = metadata.get("managedFields")
         copy.pop("status", None)
         new = {**copy, "status": new["status"]} if "status" in new else copy
+    elif subresource == EPHEMERAL:
+        copy["metadata"] = {**copy["metadata"], "managedFields": metadata.get("managedFields")}
+        added = (new.get("spec") or {}).get("ephemeralContainers") or []
+        new = {**copy, "spec": {**copy["spec"], "ephemeralContainers": added}}
     elif resource.has_status:
         new.pop("status", None)
         new |= {"status": copy["status"]} if "status" in copy else {}

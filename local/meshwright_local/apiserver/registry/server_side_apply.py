@@ -363,7 +363,8 @@ def _conflict(conflicts: list[tuple[Manager, Path]]) -> ApiError:
         text = f"{causes[0].message}: {causes[0].field}"
     else:
         text = "\n".join(
-            "\n- ".join([f"{who.replace('conflict', 'conflicts', 1)}:", *fields]) for who, fields in by_manager.items()
+            "\n- ".join([f"{who.replace('conflict', 'conflicts', 1)}:", *fields])
+            for who, fields in sorted(by_manager.items())
         )
     text = f"Apply failed with {len(causes)} conflict{'s' if len(causes) > 1 else ''}: {text}"
     return ApiError(409, "Conflict", text, details_of("", "", "", causes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -14,9 +15,13 @@ from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.admit import check_place
 from meshwright_local.apiserver.admission.metadata import field_value
+from meshwright_local.apiserver.admission.pods import EPHEMERAL, label_topology
+from meshwright_local.apiserver.auth.escalation import GrantCheck
 from meshwright_local.apiserver.auth.identity import Authenticator, RequestAttributes
 from meshwright_local.apiserver.query_options import (
+    ListOptions,
     WriteOptions,
+    check_list_options,
     delete_options,
     invalid_options,
     list_options,
@@ -24,7 +29,7 @@ from meshwright_local.apiserver.query_options import (
 )
 from meshwright_local.apiserver.registry.objects import NAMESPACES, Objects
 from meshwright_local.apiserver.resource_types import Resource, set_condition
-from meshwright_local.apiserver.rest import pod_proxy, request_bodies
+from meshwright_local.apiserver.rest import duplicate_keys, pod_proxy, request_bodies
 from meshwright_local.apiserver.rest.chaos import Chaos, FaultOutcome
 from meshwright_local.apiserver.rest.kubelet_proxy import KubeletProxy
 from meshwright_local.apiserver.rest.list_watch import Watch, list_objects
@@ -49,6 +54,8 @@ class Call:
     resource: Resource
     target: RequestAttributes
     fault_outcome: FaultOutcome
+    grant_check: GrantCheck
+    """Whether its user may grant what it writes."""
 
     def view(self) -> View:
         """Format of the response."""
@@ -58,16 +65,27 @@ class Call:
     def options(self) -> WriteOptions:
         """Options of the write."""
         request = self.request
-        return write_options(request.method, request.query, request.headers.get("User-Agent", ""))
+        options = write_options(request.method, request.query, request.headers.get("User-Agent", ""))
+        options.check = self.grant_check
+        return options
 
     @property
     def content_type(self) -> str:
         """Media type of the body without parameters; empty if the client sets none."""
         return content_type(self.request)
 
-    async def object(self) -> KubeObject:
-        """Return the object in the body."""
-        return await body_of(self.request)
+    async def object(self, options: WriteOptions | None = None) -> KubeObject:
+        """Return the object in the body. Its duplicate keys are told in `options`."""
+        obj = await body_of(self.request)
+        if options is not None:
+            obj = self.checked(await self.request.read(), obj, options)
+        return obj
+
+    def checked(self, raw: bytes, value: Any, options: WriteOptions) -> Any:
+        """Return the value of a body, and tell the keys that it has twice."""
+        custom = self.resource.custom
+        value, options.duplicates = request_bodies.with_duplicates(self.content_type, raw, value, custom=custom)
+        return value
 
 
 def content_type(request: web.Request) -> str:
@@ -95,11 +113,11 @@ def _reply(
     body, content_type = view.encode(view.one(obj if isinstance(obj, Stored) else Stored.of(obj)))
     response = web.Response(body=body, status=status, content_type=content_type)
     for text in options.warnings if options else ():
-        response.headers.add("Warning", _warning(text))
+        response.headers.add("Warning", warning(text))
     return response
 
 
-def _warning(text: str) -> str:
+def warning(text: str) -> str:
     """The value of a Warning header."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
     return f'299 - "{escaped}"'
@@ -136,7 +154,7 @@ class Handlers:
             raise status_errors.method_not_allowed()
         response: web.StreamResponse = await handler(call)
         if resource.deprecation and not response.prepared:
-            response.headers.add("Warning", _warning(resource.deprecation))
+            response.headers.add("Warning", warning(resource.deprecation))
         return response
 
     def _special(self) -> dict[tuple[str, str, str], Methods]:
@@ -144,13 +162,21 @@ class Handlers:
             ("", "namespaces", "finalize"): {"PUT": self._finalize},
             ("", "serviceaccounts", "token"): {"POST": self._token},
             ("", "pods", "log"): {"GET": lambda call: self.kubelet.logs(call.request, self._existing(call))},
-            ("", "pods", "exec"): dict.fromkeys(
-                ("GET", "POST"), lambda call: self.kubelet.exec(call.request, self._existing(call))
+            **{
+                ("", "pods", action): dict.fromkeys(("GET", "POST"), partial(self._stream, action))
+                for action in ("exec", "attach")
+            },
+            ("", "pods", "portforward"): dict.fromkeys(
+                ("GET", "POST"), lambda call: self.kubelet.port_forward(call.request, self._existing(call))
             ),
             ("", "pods", pod_proxy.SUBRESOURCE): {"GET": self._proxy},
+            ("", "pods", EPHEMERAL): {"GET": self._get, "PUT": self._replace, "PATCH": self._patch},
             ("", "pods", "binding"): {"POST": self._bind},
             ("", "pods", "eviction"): {"POST": self._evict},
         }
+
+    async def _stream(self, action: str, call: Call) -> web.StreamResponse:
+        return await self.kubelet.stream(action, call.request, self._existing(call))
 
     def _existing(self, call: Call) -> KubeObject:
         _check_path_segment(call.target.name)
@@ -183,16 +209,17 @@ class Handlers:
 
     async def _list(self, call: Call) -> web.StreamResponse:
         options = list_options(call.request.query)
+        check_list_options(options)
         if options.watch:
-            return await self._watch(call)
+            return await self._watch(call, options)
         view = call.view()
         found = list_objects(self.store, call.resource, call.target.namespace, options, self._as_of(call))
         body, content_type = view.encode(view.many(*found))
         return web.Response(body=body, content_type=content_type)
 
-    async def _watch(self, call: Call) -> web.StreamResponse:
+    async def _watch(self, call: Call, options: ListOptions) -> web.StreamResponse:
         request, agent = call.request, call.request.headers.get("User-Agent", "")
-        watch = Watch(self.store, call.view(), call.target.namespace, list_options(request.query))
+        watch = Watch(self.store, call.view(), call.target.namespace, options)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
 
@@ -215,7 +242,8 @@ class Handlers:
     async def _create(self, call: Call) -> web.Response:
         if call.resource.namespaced and not call.target.namespace:
             raise status_errors.method_not_allowed()
-        view, options, obj = call.view(), call.options(), await call.object()
+        view, options = call.view(), call.options()
+        obj = await call.object(options)
         return _reply(view, self.objects.create(call.resource, call.target.namespace, obj, options), 201, options)
 
     def _create_by_put(self, call: Call, new: KubeObject, options: WriteOptions) -> KubeObject:
@@ -230,7 +258,8 @@ class Handlers:
         return self.objects.create(call.resource, call.target.namespace, new, options)
 
     async def _replace(self, call: Call) -> web.Response:
-        view, options, new = call.view(), call.options(), await call.object()
+        view, options = call.view(), call.options()
+        new = await call.object(options)
         resource, target = call.resource, call.target
         place = (target.namespace, target.name)
         if isinstance(new.get("metadata"), dict):  # checked before the object is looked up
@@ -244,7 +273,9 @@ class Handlers:
         view, options, raw = call.view(), call.options(), await call.request.read()
         resource, target = call.resource, call.target
         patch = request_bodies.parse_patch(call.content_type, raw, custom=resource.custom)
+        patch = call.checked(raw, patch, options)
         if call.content_type == request_bodies.APPLY_PATCH:
+            _check_applied(options)
             place = (target.namespace, target.name)
             applied, created = self.objects.apply(resource, place, patch, options, target.subresource)
             return _reply(view, applied, 201 if created else 200, options)
@@ -280,7 +311,9 @@ class Handlers:
         if (resource.namespaced and not namespace) or resource.key == NAMESPACES:
             raise status_errors.method_not_allowed()
         view, options = call.view(), {**await self._delete_options(call), "preconditions": None}
-        items, metadata = list_objects(self.store, resource, namespace, list_options(call.request.query))
+        selected = list_options(call.request.query)
+        check_list_options(selected)
+        items, metadata = list_objects(self.store, resource, namespace, selected)
         for index, item in enumerate(items):
             identity = item.obj["metadata"]
             present = self.store.find(resource.key, identity.get("namespace", ""), identity["name"])
@@ -351,9 +384,11 @@ class Handlers:
             raise ApiError(409, "Conflict", f'Operation cannot be fulfilled on pods/binding "{name}": {text}')
         new = orjson.loads(orjson.dumps(pod))
         new["spec"]["nodeName"] = node
-        annotations = field_value(binding, "metadata.annotations")
-        if isinstance(annotations, dict):
-            new["metadata"]["annotations"] = {**(new["metadata"].get("annotations") or {}), **annotations}
+        for key in ("annotations", "labels"):
+            given = field_value(binding, f"metadata.{key}")
+            if isinstance(given, dict):
+                new["metadata"][key] = {**(new["metadata"].get(key) or {}), **given}
+        label_topology(new, self.store)
         set_condition(new, "PodScheduled", "True", timestamps.now())
         if not options.dry_run:
             self.objects.commit(call.resource, new)
@@ -397,6 +432,13 @@ class Handlers:
             status.setdefault("disruptedPods", {})[pod["metadata"]["name"]] = timestamps.now()
             if not dry_run:
                 self.objects.commit(self.objects.registry.builtin(BUDGETS), budget)
+
+
+def _check_applied(options: WriteOptions) -> None:
+    """Raise `ApiError` for a configuration with duplicate keys under strict validation."""
+    if options.field_validation == "Strict" and options.duplicates is not None and options.duplicates.lines:
+        why = duplicate_keys.yaml_error(options.duplicates.lines)
+        raise status_errors.bad_request(f"error strict decoding YAML: error converting YAML to JSON: {why}")
 
 
 def _check_path_segment(name: str) -> None:

@@ -1,4 +1,5 @@
-"""Logs and exec: forwarded to the node agent that runs the pod, as kube-apiserver forwards them to a kubelet.
+"""Logs, exec, attach and port-forward: forwarded to the node agent of the pod, as kube-apiserver forwards them to a
+kubelet.
 
 The node object has the agent's address (an address of type InternalIP and `daemonEndpoints.kubeletEndpoint`). The
 server authenticates with its kubelet token and trusts only certificates of its own authority.
@@ -19,6 +20,7 @@ from meshwright_local.apiserver.store import Store
 
 NODES = ("", "nodes")
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
+PORT_FORWARD_PROTOCOL = "SPDY/3.1+portforward.k8s.io"
 DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 _CONNECT_SECONDS = 5.0
 _LOG_PARAMETERS = ("follow", "tailLines", "sinceSeconds", "sinceTime", "timestamps", "limitBytes", "previous")
@@ -63,12 +65,12 @@ class KubeletProxy:
         except _UNREACHABLE as error:
             raise _unreachable(pod, error) from None
 
-    async def exec(self, request: web.Request, pod: KubeObject) -> web.StreamResponse:
-        """Run a command in a container, and forward its streams as WebSocket messages. Raises ApiError."""
+    async def stream(self, action: str, request: web.Request, pod: KubeObject) -> web.StreamResponse:
+        """Forward the streams of `exec` or `attach` as WebSocket messages. Raises ApiError."""
         container = _container(pod, request.query.get("container", ""))
         if not pod["spec"].get("nodeName"):
             raise bad_request(f"pod {pod['metadata']['name']} does not have a host assigned")
-        if request.headers.get("Upgrade", "").lower() != "websocket":
+        if not _is_websocket(request):
             # kubectl falls back to SPDY if the WebSocket failed, so the message names the likely cause.
             statuses = (pod.get("status") or {}).get("containerStatuses") or ()
             if any(s["name"] == container and (s.get("state") or {}).get("running") for s in statuses):
@@ -79,9 +81,21 @@ class KubeletProxy:
             # As kubelets do with containerd: the streams are of no media type that could be asked for.
             raise ApiError(406, "NotAcceptable", "406: Not Acceptable")
         query = [(key, value) for key in _EXEC_PARAMETERS for value in request.query.getall(key, [])]
+        return await self._forward(request, pod, self._url(pod, action, container), query)
+
+    async def port_forward(self, request: web.Request, pod: KubeObject) -> web.StreamResponse:
+        """Forward connections to ports of a pod. Raises ApiError."""
+        if not pod["spec"].get("nodeName"):
+            raise bad_request(f"pod {pod['metadata']['name']} does not have a host assigned")
+        if not _is_websocket(request):
+            raise bad_request("unable to upgrade: only WebSocket connections are served; SPDY is not")
+        return await self._forward(request, pod, self._url(pod, "portForward"), [])
+
+    async def _forward(
+        self, request: web.Request, pod: KubeObject, url: str, query: list[tuple[str, str]]
+    ) -> web.StreamResponse:
         offered = [p.strip() for p in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]
-        protocols = [p for p in offered if p in EXEC_PROTOCOLS]
-        url = self._url(pod, "exec", container)
+        protocols = [p for p in offered if p in (*EXEC_PROTOCOLS, PORT_FORWARD_PROTOCOL)]
         try:
             upstream = await self._client().ws_connect(
                 url, params=query, protocols=protocols, ssl=self._context, max_msg_size=0
@@ -104,7 +118,7 @@ class KubeletProxy:
             self._session = aiohttp.ClientSession(timeout=timeout, headers=headers)
         return self._session
 
-    def _url(self, pod: KubeObject, action: str, container: str) -> str:
+    def _url(self, pod: KubeObject, action: str, container: str = "") -> str:
         name = pod["spec"]["nodeName"]
         status = (self._store.find(NODES, "", name) or {}).get("status") or {}
         addresses = {a["type"]: a["address"] for a in status.get("addresses") or ()}
@@ -113,8 +127,12 @@ class KubeletProxy:
         if not address or not port:
             text = f'node "{name}" has no address and kubelet port; is its agent running?'
             raise ApiError(500, "InternalError", text)
-        metadata = pod["metadata"]
-        return f"https://{address}:{port}/{action}/{metadata['namespace']}/{metadata['name']}/{container}"
+        place = (action, pod["metadata"]["namespace"], pod["metadata"]["name"], container)
+        return "/".join((f"https://{address}:{port}", *(part for part in place if part)))
+
+
+def _is_websocket(request: web.Request) -> bool:
+    return request.headers.get("Upgrade", "").lower() == "websocket"
 
 
 async def _relay(client: web.WebSocketResponse, upstream: aiohttp.ClientWebSocketResponse) -> None:
@@ -154,7 +172,8 @@ def _container(pod: KubeObject, requested: str) -> str:
     requested = requested or (pod["metadata"].get("annotations") or {}).get(DEFAULT_CONTAINER, "")
     if not requested and len(names) > 1:
         raise bad_request(f"a container name must be specified for pod {name}, choose one of: {names}")
-    if requested and requested not in (*names, *(c["name"] for c in spec.get("initContainers") or ())):
+    others = (c["name"] for key in ("initContainers", "ephemeralContainers") for c in spec.get(key) or ())
+    if requested and requested not in (*names, *others):
         raise bad_request(f"container {requested} is not valid for pod {name}")
     return requested or str(names[0])
 

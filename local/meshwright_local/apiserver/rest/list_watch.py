@@ -54,18 +54,27 @@ def list_objects(
 ) -> tuple[list[Stored], KubeObject]:
     """Return the objects of one page and the list's metadata; `as_of` selects an earlier revision.
 
-    Later pages have the current state of the objects after the last one returned, but the revision of the first page:
-    a watch from that revision then delivers every difference.
+    Later pages have the objects at the revision of the first page, as long as the log reaches back to it.
 
     Raises:
         ApiError: 400 for an invalid selector or token, 410 or 504 for a revision that is not available.
     """
     selects = selection(resource, namespace, options)
-    revision, after = str(store.revision if as_of is None else as_of), ("", "")
+    # The state of no particular revision comes from a cache in a real server, which does not page.
+    limit = 0 if options.revision == "0" else options.limit
+    current, after, exact = store.revision if as_of is None else as_of, ("", ""), None
     if options.resume:
-        revision, after = _resume(options.resume)
+        if options.revision not in ("", "0"):
+            raise bad_request("specifying resource version is not allowed when using continue")
+        exact, after = _resume(options.resume)
+        if exact is not None and exact < store.log(resource.key).floor:
+            raise _expired_pages(after)
     elif options.revision not in ("", "0"):
-        _check_revision(int(options.revision), int(revision), exact=options.revision_match == "Exact")
+        exact = _wanted_revision(options, current)
+        if exact is not None and exact < store.log(resource.key).floor:
+            raise ApiError(410, "Expired", "The resourceVersion for the provided list is too old.")
+    as_of = as_of if exact is None else exact
+    revision = str(current if exact is None else exact)
     found: list[Stored] = []
     metadata: KubeObject = {"resourceVersion": revision}
     places = [entry for entry in store.items(resource.key, namespace, as_of) if entry[0] > after]
@@ -73,32 +82,49 @@ def list_objects(
         if not selects(place, stored):
             continue
         found.append(stored)
-        if options.limit and len(found) == options.limit and index + 1 < len(places):
-            token = orjson.dumps({"v": "meta.k8s.io/v1", "rv": revision, "start": place})
-            metadata["continue"] = base64.urlsafe_b64encode(token).decode()
+        if limit and len(found) == limit and index + 1 < len(places):
+            metadata["continue"] = _token(int(revision), place)
             if not options.label_selector and not options.field_selector:
                 metadata["remainingItemCount"] = len(places) - index - 1
             break
     return found, metadata
 
 
-def _resume(token: str) -> tuple[str, tuple[str, str]]:
+def _token(revision: int, place: Place) -> str:
+    content = orjson.dumps({"v": "meta.k8s.io/v1", "rv": revision, "start": place})
+    return base64.urlsafe_b64encode(content).decode()
+
+
+def _resume(token: str) -> tuple[int | None, Place]:
+    """Return the revision of a `continue` token, None for the current one, and the last object of the page before."""
     try:
         content = orjson.loads(base64.urlsafe_b64decode(token.encode()))
-        namespace, name = content["start"]
-        return str(int(content["rv"])), (str(namespace), str(name))
+        (namespace, name), revision = content["start"], int(content["rv"])
+        return revision if revision >= 0 else None, (str(namespace), str(name))
     except (ValueError, KeyError, TypeError):
-        raise bad_request("continue key is not valid") from None
+        raise bad_request("invalid continue token: continue key is not valid") from None
 
 
-def _check_revision(wanted: int, current: int, *, exact: bool) -> None:
+def _expired_pages(after: Place) -> ApiError:
+    """Return the error 410 of a token whose revision is gone. Its own token continues without a revision."""
+    text = (
+        "The provided continue parameter is too old to display a consistent list result. You can start a new list "
+        "without the continue parameter, or use the continue token in this response to retrieve the remainder of the "
+        "results. Continuing with the provided token results in an inconsistent list - objects that were created, "
+        "modified, or deleted between the time the first chunk was returned and now may show up in the list."
+    )
+    return ApiError(410, "Expired", text, metadata={"continue": _token(-1, after)})
+
+
+def _wanted_revision(options: ListOptions, current: int) -> int | None:
+    """Return the revision that a list must have exactly; None if a newer one is as good."""
+    wanted = int(options.revision)
     if wanted > current:
         details = {"causes": [{"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}]}
-        text = f"Too large resource version: {wanted}, current: {current}"
+        text = f"Timeout: Too large resource version: {wanted}, current: {current}"
         raise ApiError(504, "Timeout", text, details, retry_after=1)
-    if exact and wanted < current:
-        text = f"The provided resource version is too old: {wanted} (current {current})"
-        raise ApiError(410, "Expired", text)
+    exact = options.revision_match == "Exact" or (not options.revision_match and options.limit)
+    return wanted if exact else None
 
 
 class Watch:

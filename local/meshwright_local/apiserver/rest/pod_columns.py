@@ -16,6 +16,14 @@ def pod_ready(obj: KubeObject) -> str:
     return f"{len(ready)}/{total}"
 
 
+def pod_gates(obj: KubeObject) -> str:
+    """Return the READINESS GATES column: gates that are open, of all."""
+    gates = [gate["conditionType"] for gate in obj["spec"].get("readinessGates") or ()]
+    conditions = (obj.get("status") or {}).get("conditions") or ()
+    held = {item["type"] for item in conditions if item["status"] == "True"}
+    return f"{sum(gate in held for gate in gates)}/{len(gates)}" if gates else "<none>"
+
+
 def pod_restarts(obj: KubeObject) -> str:
     """Return the RESTARTS column: of containers and sidecars, or of init containers while they run."""
     sidecars = _sidecars(obj)

@@ -17,7 +17,7 @@ import yaml
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.resource_types import Column, Resource
 from meshwright_local.apiserver.rest.ages import since
-from meshwright_local.apiserver.rest.pod_columns import pod_ready, pod_reason, pod_restarts
+from meshwright_local.apiserver.rest.pod_columns import pod_gates, pod_ready, pod_reason, pod_restarts
 from meshwright_local.apiserver.status_errors import ApiError
 from meshwright_local.apiserver.store import Stored
 
@@ -204,6 +204,7 @@ _COMPUTED: dict[str, Callable[[KubeObject], Any]] = {
     "ready": pod_ready,
     "reason": pod_reason,
     "restarts": pod_restarts,
+    "gates": pod_gates,
     "node": _node_status,
     "roles": _node_roles,
     "seen": _last_seen,
@@ -235,7 +236,7 @@ _COLUMNS: dict[tuple[str, str], tuple[str, ...]] = {
         "IP=.status.podIP*",
         "Node=.spec.nodeName*",
     )
-    + ("Nominated Node=.status.nominatedNodeName*", "Readiness Gates=none*"),
+    + ("Nominated Node=.status.nominatedNodeName*", "Readiness Gates=gates*"),
     ("", "nodes"): ("Status=node", "Roles=roles", _AGE, "Version=.status.nodeInfo.kubeletVersion")
     + ('Internal-IP=.status.addresses[?(@.type=="InternalIP")].address*', "External-IP=none*")
     + ("OS-Image=.status.nodeInfo.osImage*", "Kernel-Version=.status.nodeInfo.kernelVersion*")
@@ -255,8 +256,11 @@ _COLUMNS: dict[tuple[str, str], tuple[str, ...]] = {
     ("coordination.k8s.io", "leases"): ("Holder=holder", _AGE),
     ("policy", "poddisruptionbudgets"): ("Min Available=least", "Max Unavailable=most")
     + ("Allowed Disruptions=.status.disruptionsAllowed#", _AGE),
+    ("rbac.authorization.k8s.io", "roles"): ("Created At=.metadata.creationTimestamp",),
+    ("rbac.authorization.k8s.io", "clusterroles"): ("Created At=.metadata.creationTimestamp",),
     ("rbac.authorization.k8s.io", "rolebindings"): ("Role=role", _AGE),
     ("rbac.authorization.k8s.io", "clusterrolebindings"): ("Role=role", _AGE),
+    ("node.k8s.io", "runtimeclasses"): ("Handler=.handler", _AGE),
     ("scheduling.k8s.io", "priorityclasses"): ("Value=.value#", "Global-Default=default", _AGE)
     + ("PreemptionPolicy=.preemptionPolicy",),
     ("batch", "jobs"): ("Completions=completions", _AGE),

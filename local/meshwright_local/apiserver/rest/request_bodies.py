@@ -22,6 +22,8 @@ import orjson
 import yaml
 
 from meshwright.api.objects import KubeObject
+from meshwright_local.apiserver.rest import duplicate_keys
+from meshwright_local.apiserver.rest.duplicate_keys import DuplicateKeys
 from meshwright_local.apiserver.schema.structural import FREE, SchemaNode
 from meshwright_local.apiserver.status_errors import ApiError, bad_request, unsupported_media_type
 
@@ -68,6 +70,24 @@ def parse_object(content_type: str, raw: bytes) -> KubeObject:
     return value
 
 
+def with_duplicates(content_type: str, raw: bytes, value: Any, *, custom: bool) -> tuple[Any, DuplicateKeys]:
+    """Return the keys that a body has twice, and its value with respect to them."""
+    if content_type == PROTOBUF or raw[:4] == _MAGIC:
+        return value, DuplicateKeys()
+    if _is_yaml(content_type, raw):
+        return value, duplicate_keys.in_yaml(raw, _Loader)
+    value, found = duplicate_keys.in_json(raw, value, typed=not custom and "patch" not in content_type)
+    if found.paths and content_type == APPLY_PATCH:
+        found = duplicate_keys.in_yaml(raw, _Loader)
+    if content_type == JSON_PATCH:
+        found.prefix = "json patch "
+    return value, found
+
+
+def _is_yaml(content_type: str, raw: bytes) -> bool:
+    return "yaml" in content_type and raw.lstrip()[:1] not in (b"{", b"[")
+
+
 def parse(content_type: str, raw: bytes) -> Any:
     """Decode the value in a body.
 
@@ -77,7 +97,7 @@ def parse(content_type: str, raw: bytes) -> Any:
     try:
         if content_type == PROTOBUF or raw[:4] == _MAGIC:
             return _decode(raw)
-        if "yaml" in content_type and raw.lstrip()[:1] not in (b"{", b"["):
+        if _is_yaml(content_type, raw):
             value = yaml.load(raw, Loader=_Loader)  # noqa: S506 - derived from the safe loader
             return orjson.loads(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
         return orjson.loads(raw)

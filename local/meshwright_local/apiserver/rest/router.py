@@ -13,6 +13,7 @@ import orjson
 from aiohttp import web
 
 from meshwright_local.apiserver.admission.metadata import field_value
+from meshwright_local.apiserver.auth.escalation import GrantCheck
 from meshwright_local.apiserver.auth.identity import (
     ADMINS,
     SERVICE_ACCOUNT,
@@ -26,13 +27,15 @@ from meshwright_local.apiserver.auth.identity import (
 from meshwright_local.apiserver.registry.discovery import REVIEWS, VERSION, Registry
 from meshwright_local.apiserver.rest import pod_proxy, request_bodies
 from meshwright_local.apiserver.rest.chaos import Chaos
-from meshwright_local.apiserver.rest.handlers import Call, Handlers, body_of, plain
+from meshwright_local.apiserver.rest.handlers import Call, Handlers, body_of, plain, warning
 from meshwright_local.apiserver.status_errors import ApiError, bad_request, forbidden, method_not_allowed
 
 LOG = logging.getLogger(__name__)
 _AGGREGATED = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
 CHAOS_PATH = "/debug/chaos"
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
+
+_HEALTH = ("/healthz", "/livez", "/readyz")
 
 
 def parse_target(method: str, path: str, *, watching: bool = False) -> tuple[str, RequestAttributes] | None:
@@ -106,6 +109,8 @@ class Routes:
         if error.plain:
             return web.Response(text=f"{error.message}\n", status=error.code)
         response = plain(error.status(), error.code)
+        for text in error.warnings:
+            response.headers.add("Warning", warning(text))
         if error.retry_after is not None:
             response.headers["Retry-After"] = str(error.retry_after)
         return response
@@ -135,7 +140,8 @@ class Routes:
         fault_outcome = await self._chaos.apply_rules(
             await self._named(request, target), request.headers.get("User-Agent", "")
         )
-        response = await self._handlers.answer(Call(request, resource, target, fault_outcome))
+        grant_check = GrantCheck(self._authorizer, user, target)
+        response = await self._handlers.answer(Call(request, resource, target, fault_outcome, grant_check))
         if fault_outcome.answer_lost and request.transport is not None:
             request.transport.abort()
         return response
@@ -184,7 +190,10 @@ class Routes:
             return await self._chaos_rules(request, user)
         if request.method not in ("GET", "HEAD"):
             raise method_not_allowed()
-        if path in ("/healthz", "/livez", "/readyz"):
+        if path in _HEALTH:
+            verbose = "verbose" in request.query
+            return web.Response(text=f"[+]ping ok\n{path[1:]} check passed\n" if verbose else "ok")
+        if path.rpartition("/")[0] in _HEALTH and path.endswith("/ping"):
             return web.Response(text="ok")
         if path.rstrip("/") == "/version":
             return plain(VERSION)

@@ -44,7 +44,7 @@ class Shim:
         self._status: int | None = None
         self._ending = False
         self._poll = select.poll()
-        self._streams: dict[int, _LogStream] = {}
+        self._streams: dict[int, LogStream] = {}
 
     def run(self) -> None:
         """Start the container, handle commands, and return when every process is reaped."""
@@ -84,7 +84,7 @@ class Shim:
             log = os.open(spec["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             for number, name in ((1, "stdout"), (2, "stderr")):
                 reader, outputs[number] = os.pipe2(os.O_CLOEXEC)
-                self._streams[reader] = _LogStream(name, log)
+                self._streams[reader] = LogStream(name, log)
             outputs[0] = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         failure, failure_in = os.pipe2(os.O_CLOEXEC)
         parent, child = os.getpid(), os.fork()
@@ -141,7 +141,7 @@ class Shim:
             self._control.sendall(json.dumps(message).encode() + b"\n")
 
 
-class _LogStream:
+class LogStream:
     """Splits one output stream into lines of the log. Lines longer than 16 KiB are written in parts."""
 
     def __init__(self, name: str, log: int) -> None:

@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 from meshwright.api.objects import KubeObject
 from meshwright_local.nodeagent.container import Container
 from meshwright_local.nodeagent.runtime.process import StartError
-from meshwright_local.nodeagent.server import logs, remote_exec
+from meshwright_local.nodeagent.server import logs, port_forward, remote_attach, remote_exec
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,8 @@ class KubeletServer:
         application.router.add_get("/healthz", self._health)
         application.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
         application.router.add_get("/exec/{namespace}/{pod}/{container}", self._exec)
+        application.router.add_get("/attach/{namespace}/{pod}/{container}", self._attach)
+        application.router.add_get("/portForward/{namespace}/{pod}", self._port_forward)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, 0, ssl_context=self._tls.context()).start()
@@ -131,6 +133,19 @@ class KubeletServer:
             return await remote_exec.serve(request, container, command_line)
         except StartError as error:
             raise web.HTTPInternalServerError(text=f"error executing command in container: {error}") from error
+
+    async def _attach(self, request: web.Request) -> web.StreamResponse:
+        pod, name = self._pod(request), request.match_info["container"]
+        container = self._pods.container(pod, name)
+        if container is None:
+            raise web.HTTPNotFound(text=f'container "{name}" is not running on this node')
+        try:
+            return await remote_attach.serve(request, container)
+        except StartError as error:
+            raise web.HTTPInternalServerError(text=f"error attaching to container: {error}") from error
+
+    async def _port_forward(self, request: web.Request) -> web.StreamResponse:
+        return await port_forward.serve(request, self._pod(request))
 
     def _pod(self, request: web.Request) -> KubeObject:
         namespace, name = request.match_info["namespace"], request.match_info["pod"]

@@ -23,7 +23,7 @@ from meshwright_local.nodeagent.runtime.process import Process
 
 PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 
-_STDIN, _STDOUT, _STDERR, _ERROR, _RESIZE, _CLOSE = b"\x00", b"\x01", b"\x02", b"\x03", b"\x04", b"\xff"
+STDIN, STDOUT, STDERR, ERROR, RESIZE, CLOSE = b"\x00", b"\x01", b"\x02", b"\x03", b"\x04", b"\xff"
 _CHUNK = 65536
 
 
@@ -45,7 +45,7 @@ async def serve(request: web.Request, container: Container, command_line: Sequen
             await asyncio.gather(*(_pump(socket, reader, channel) for channel, reader in streams.readers.items()))
             code = await process.wait()
             with contextlib.suppress(ConnectionError):
-                await socket.send_bytes(_ERROR + orjson.dumps(_status(code)))
+                await socket.send_bytes(ERROR + orjson.dumps(status_of(code)))
                 await socket.close()
         finally:
             process.kill()
@@ -59,14 +59,14 @@ async def _feed(socket: web.WebSocketResponse, process: Process, streams: _Strea
         if message.type is not WSMsgType.BINARY or not message.data:
             continue
         channel, data = message.data[:1], message.data[1:]
-        if channel == _STDIN and data:
+        if channel == STDIN and data:
             await asyncio.to_thread(streams.write, data)
-        elif channel == _CLOSE and data == _STDIN:
+        elif channel == CLOSE and data == STDIN:
             streams.close_input()
-        elif channel == _RESIZE and streams.tty:
+        elif channel == RESIZE and streams.tty:
             size = orjson.loads(data)
             shape = struct.pack("HHHH", size.get("Height", 0), size.get("Width", 0), 0, 0)
-            fcntl.ioctl(streams.readers[_STDOUT], termios.TIOCSWINSZ, shape)
+            fcntl.ioctl(streams.readers[STDOUT], termios.TIOCSWINSZ, shape)
     process.kill()
 
 
@@ -84,7 +84,8 @@ async def _pump(socket: web.WebSocketResponse, descriptor: int, channel: bytes) 
         transport.close()
 
 
-def _status(code: int) -> dict[str, object]:
+def status_of(code: int) -> dict[str, object]:
+    """Return the Status that the client gets at the end."""
     if code == 0:
         return {"metadata": {}, "status": "Success"}
     return {
@@ -110,15 +111,15 @@ class _Streams(contextlib.ExitStack):
         self.readers: dict[bytes, int] = {}
         self._input: int | None = None
         if self.tty:
-            self.readers[_STDOUT], terminal = os.openpty()
-            self._input, self.child = os.dup(self.readers[_STDOUT]), [terminal] * 3
+            self.readers[STDOUT], terminal = os.openpty()
+            self._input, self.child = os.dup(self.readers[STDOUT]), [terminal] * 3
         else:
             if wanted & {"stdin", "input"}:
                 self.child[0], self._input = os.pipe()
             if wanted & {"stdout", "output"}:
-                self.readers[_STDOUT], self.child[1] = os.pipe()
+                self.readers[STDOUT], self.child[1] = os.pipe()
             if wanted & {"stderr", "error"}:
-                self.readers[_STDERR], self.child[2] = os.pipe()
+                self.readers[STDERR], self.child[2] = os.pipe()
         for release in (self.close_child, self.close_input):
             self.callback(release)
         for descriptor in self.readers.values():
