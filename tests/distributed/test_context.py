@@ -18,6 +18,7 @@ from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.models.attention import AttentionCore
 from meshwright_worker.parallel.context import online_softmax
+from meshwright_worker.parallel.context.attention_blocks import Shape
 from meshwright_worker.parallel.context.context_parallel import build_context_groups, install_context_attention
 from meshwright_worker.rank.task import Outcome, RankTask
 from tests.distributed.cases import train_fully
@@ -114,7 +115,7 @@ class CountedScores:
 
     def _count(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
         queries, keys = query.shape[2], key.shape[2]
-        scores = queries * (queries + 1) // 2 if options["causal"] else queries * keys
+        scores = queries * keys if options["shape"] is Shape.FULL else queries * (queries + 1) // 2
         self.scores += query.shape[0] * query.shape[1] * scores
         return self._attend(query, key, value, **options)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver import status_errors
-from meshwright_local.apiserver.rest.duplicate_keys import DuplicateKeys
+from meshwright_local.apiserver.duplicate_keys import DuplicateKeys
 from meshwright_local.apiserver.status_errors import ApiError, Cause
 
 MAX_MANAGER = 128

@@ -8,9 +8,9 @@ import orjson
 
 from meshwright.api.objects import KubeObject
 from meshwright_local.apiserver.admission.metadata import check_finalizers, check_metadata
+from meshwright_local.apiserver.duplicate_keys import DuplicateKeys
 from meshwright_local.apiserver.query_options import WriteOptions
 from meshwright_local.apiserver.resource_types import Resource
-from meshwright_local.apiserver.rest.duplicate_keys import DuplicateKeys
 from meshwright_local.apiserver.schema.structural import SchemaNode, apply_defaults, canonicalize, drop_empty, prune
 from meshwright_local.apiserver.schema.validation import validate
 from meshwright_local.apiserver.status_errors import ApiError, Cause, UnreadableError, bad_request, invalid, not_allowed

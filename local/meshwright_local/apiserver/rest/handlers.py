@@ -12,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from meshwright.api.objects import KubeObject
-from meshwright_local.apiserver import status_errors
+from meshwright_local.apiserver import duplicate_keys, status_errors
 from meshwright_local.apiserver.admission.admit import check_place
 from meshwright_local.apiserver.admission.metadata import field_value
 from meshwright_local.apiserver.admission.pods import EPHEMERAL, label_topology
@@ -29,7 +29,7 @@ from meshwright_local.apiserver.query_options import (
 )
 from meshwright_local.apiserver.registry.objects import NAMESPACES, Objects
 from meshwright_local.apiserver.resource_types import Resource, set_condition
-from meshwright_local.apiserver.rest import duplicate_keys, pod_proxy, request_bodies
+from meshwright_local.apiserver.rest import pod_proxy, request_bodies
 from meshwright_local.apiserver.rest.chaos import Chaos, FaultOutcome
 from meshwright_local.apiserver.rest.kubelet_proxy import KubeletProxy
 from meshwright_local.apiserver.rest.list_watch import Watch, list_objects

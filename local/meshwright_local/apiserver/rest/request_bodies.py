@@ -22,8 +22,8 @@ import orjson
 import yaml
 
 from meshwright.api.objects import KubeObject
-from meshwright_local.apiserver.rest import duplicate_keys
-from meshwright_local.apiserver.rest.duplicate_keys import DuplicateKeys
+from meshwright_local.apiserver import duplicate_keys
+from meshwright_local.apiserver.duplicate_keys import DuplicateKeys
 from meshwright_local.apiserver.schema.structural import FREE, SchemaNode
 from meshwright_local.apiserver.status_errors import ApiError, bad_request, unsupported_media_type
 
