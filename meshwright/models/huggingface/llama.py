@@ -18,6 +18,16 @@ from meshwright.models.huggingface.model_type import (
     read_numbers,
     write_numbers,
 )
+from meshwright.models.huggingface.sliding_window import (
+    layer_types,
+    no_window,
+    switched_window,
+    window_if_switched_on,
+    window_of_all_layers,
+    window_of_every_other_layer,
+    window_of_later_layers,
+    window_of_listed_layers,
+)
 
 
 def _read(
@@ -49,68 +59,6 @@ def _read(
     )
 
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-def _no_window(_: ConfigFields) -> dict[str, int]:
-    return {}
-
-
-def _window(fields: ConfigFields) -> dict[str, int]:
-    """The window of Mistral, Mixtral and Phi-3: in all layers, whatever `layer_types` says."""
-    found = _window_of_listed_layers(fields)
-    if found.get("full_attention_every"):
-        raise ConfigError("`layer_types` that differ are not supported for this model type: use `ministral`")
-    return found
-
-
-def _window_of_listed_layers(fields: ConfigFields) -> dict[str, int]:
-    """The window of Ministral: in layers that `layer_types` lists, or in all."""
-    return _windows(fields, [_SLIDING] * fields.number("num_hidden_layers"))
-
-
-def _switched_window(fields: ConfigFields) -> dict[str, int]:
-    """The window of all layers, if it is switched on: of Qwen3's mixtures."""
-    return _window(fields) if fields.flag("use_sliding_window", False) else {}
-
-
-def _window_of_later_layers(fields: ConfigFields) -> dict[str, int]:
-    """The window of Qwen2 and Qwen3: in layers from `max_window_layers` on, or in those that `layer_types` lists."""
-    if not fields.flag("use_sliding_window", False):
-        return {}
-    layers, first = fields.number("num_hidden_layers"), fields.number("max_window_layers", 28)
-    return _windows(fields, [_SLIDING if layer >= first else _FULL for layer in range(layers)])
-
-
-def _window_of_every_other_layer(fields: ConfigFields) -> dict[str, int]:
-    """The window of Qwen2's mixtures."""
-    if not fields.flag("use_sliding_window", False):
-        return {}
-    layers, last = fields.number("num_hidden_layers"), fields.number("max_window_layers", 28)
-    return _windows(fields, [_SLIDING if layer < last and layer % 2 == 0 else _FULL for layer in range(layers)])
-
-
-def _windows(fields: ConfigFields, default: list[str]) -> dict[str, int]:
-    """Return the window, and which layers have none, as fields of an Architecture.
-
-    Args:
-        fields: the configuration's fields.
-        default: kinds of the layers if `layer_types` does not list them.
-    """
-    window, kinds = fields.number("sliding_window", 0), fields.listed("layer_types") or default
-    if not window or _SLIDING not in kinds:
-        return {}
-    every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
-    regular = [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(len(default))]
-    if kinds != regular:
-        raise ConfigError(
-            f"a sliding window (`sliding_window: {window}`) in these layers (`max_window_layers`, `layer_types`) is "
-            "not supported, only in all, or in all but the last of every so many: set `use_sliding_window` to false, "
-            "or `sliding_window` to null, if no sequence is longer"
-        )
-    return {"sliding_window": window, "full_attention_every": every}
-
-
 def _mixtral(fields: ConfigFields) -> MixtureSpec:
     return MixtureSpec(
         experts=fields.number("num_local_experts", 8),
@@ -140,7 +88,7 @@ def _phi3(fields: ConfigFields) -> Architecture:
         raise ConfigError("`rope_scaling` is not supported for this model type")
     if any(part is not None and part.real("partial_rotary_factor", 1.0) != 1 for part in (fields, rope)):
         raise ConfigError("`partial_rotary_factor` is not supported: all of a head must be rotated")
-    return _read(fields, window=_window)
+    return _read(fields, window=window_of_all_layers)
 
 
 def _write(model: Architecture) -> dict[str, Any]:
@@ -160,21 +108,11 @@ def _write_mistral(model: Architecture) -> dict[str, Any]:
 
 
 def _write_switched(model: Architecture) -> dict[str, Any]:
-    """Qwen2 and Qwen3. Without a window their defaults apply."""
-    if not model.sliding_window:
-        return _write(model)
-    window = {"use_sliding_window": True, "sliding_window": model.sliding_window, "max_window_layers": 0}
-    return {**_write(model), **window, **_layer_types(model)}
+    return {**_write(model), **switched_window(model), **layer_types(model)}
 
 
 def _write_ministral(model: Architecture) -> dict[str, Any]:
-    return {**_write_mistral(model), **_layer_types(model)}
-
-
-def _layer_types(model: Architecture) -> dict[str, Any]:
-    if not model.full_attention_every:
-        return {}
-    return {"layer_types": [_SLIDING if model.window_of(layer) else _FULL for layer in range(model.layers)]}
+    return {**_write_mistral(model), **layer_types(model)}
 
 
 def _write_mixtral(model: Architecture) -> dict[str, Any]:
@@ -195,8 +133,7 @@ def _write_mixtral(model: Architecture) -> dict[str, Any]:
 
 
 def _write_qwen(model: Architecture) -> dict[str, Any]:
-    numbers, mixture = {**_write_switched(model)}, _mixture_of(model)
-    numbers.pop("layer_types", None)  # this model type has the window in all layers
+    numbers, mixture = {**_write(model), **switched_window(model)}, _mixture_of(model)
     check_mixture_fields(mixture, "Qwen3", {"experts", "per_token", "intermediate_size", "every", "renormalize"})
     return {
         **numbers,
@@ -215,25 +152,25 @@ def _mixture_of(model: Architecture) -> MixtureSpec:
     return model.mixture
 
 
-LLAMA = ModelType("llama", "LlamaForCausalLM", partial(_read, window=_no_window), _write)
+LLAMA = ModelType("llama", "LlamaForCausalLM", partial(_read, window=no_window), _write)
 MISTRAL = ModelType(
     "mistral",
     "MistralForCausalLM",
-    partial(_read, window=_window),
+    partial(_read, window=window_of_all_layers),
     _write_mistral,
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
 )
 MINISTRAL = ModelType(
     "ministral",
     "MinistralForCausalLM",
-    partial(_read, window=_window_of_listed_layers),
+    partial(_read, window=window_of_listed_layers),
     _write_ministral,
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
 )
 MIXTRAL = ModelType(
     "mixtral",
     "MixtralForCausalLM",
-    partial(_read, window=_window, mixture=_mixtral),
+    partial(_read, window=window_of_all_layers, mixture=_mixtral),
     _write_mixtral,
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     experts=ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
@@ -249,7 +186,7 @@ PHI3 = ModelType(
 QWEN2 = ModelType(
     "qwen2",
     "Qwen2ForCausalLM",
-    partial(_read, window=_window_of_later_layers, attention_biases=True),
+    partial(_read, window=window_of_later_layers, attention_biases=True),
     _write_switched,
     defaults={"num_key_value_heads": 32, "sliding_window": 4096},
 )
@@ -258,7 +195,7 @@ QWEN2_MOE = ModelType(
     "Qwen2MoeForCausalLM",
     partial(
         _read,
-        window=_window_of_every_other_layer,
+        window=window_of_every_other_layer,
         attention_biases=True,
         shared_gate=True,
         mixture=partial(_qwen, shared=True),
@@ -269,14 +206,14 @@ QWEN2_MOE = ModelType(
 QWEN3 = ModelType(
     "qwen3",
     "Qwen3ForCausalLM",
-    partial(_read, window=_window_of_later_layers, query_key_norms=True),
+    partial(_read, window=window_of_later_layers, query_key_norms=True),
     _write_switched,
     defaults={"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
 )
 QWEN3_MOE = ModelType(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    partial(_read, window=_switched_window, query_key_norms=True, mixture=_qwen),
+    partial(_read, window=window_if_switched_on, query_key_norms=True, mixture=_qwen),
     _write_qwen,
     defaults={"num_key_value_heads": 4, "sliding_window": 4096},
     renamed={"num_local_experts": "num_experts"},

@@ -204,8 +204,10 @@ def _reader(checkpoint: CheckpointPath, manifest: Manifest, base: Path | None) -
 
 def base_model_dir(manifest: Manifest, base: Path | None) -> Path | None:
     """Return the directory of the model that adapters belong to, or that training began from, if known."""
-    if base is not None or manifest.initial_weights:
-        return base or Path(manifest.initial_weights or "")
+    if base is not None:
+        return base
+    if manifest.initial_weights:
+        return Path(manifest.initial_weights)
     found = _initial_weights(manifest.provenance)
     return next((path for path in found if _has_shape(path, manifest.architecture)), None)
 
