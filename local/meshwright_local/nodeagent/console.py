@@ -20,7 +20,31 @@ _CHUNK = 65536
 Output = asyncio.Queue[tuple[int, bytes] | None]
 
 
-class Console:
+class Input:
+    """The writing end of a process's stdin, which is a terminal's with `tty`."""
+
+    tty = False
+    _input: int | None = None
+
+    def write(self, data: bytes) -> None:
+        """Write to the process's stdin. Blocks while it does not read; drops data after it has closed stdin."""
+        with contextlib.suppress(OSError):
+            while data and self._input is not None:
+                data = data[os.write(self._input, data) :]
+
+    def close_input(self) -> None:
+        """Close the process's stdin."""
+        if self._input is not None:
+            os.close(self._input)
+        self._input = None
+
+    def resize(self, height: int, width: int) -> None:
+        """Set the size of the terminal."""
+        if self.tty and self._input is not None:
+            fcntl.ioctl(self._input, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+
+class Console(Input):
     """Input and output of one run of a container. `close` must be called once it has ended."""
 
     def __init__(self, log: Path, *, tty: bool) -> None:
@@ -29,7 +53,6 @@ class Console:
         self._clients: set[Output] = set()
         self._readers: dict[int, int] = {}
         self._pumps: list[asyncio.Task[None]] = []
-        self._input: int | None
         if tty:
             self._readers[STDOUT], terminal = os.openpty()
             self._input, self.child = os.dup(self._readers[STDOUT]), [terminal] * 3
@@ -62,23 +85,6 @@ class Console:
     def detach(self, client: Output) -> None:
         """End an attachment."""
         self._clients.discard(client)
-
-    def write(self, data: bytes) -> None:
-        """Write to the container's stdin. Blocks while it does not read; drops data after it has closed stdin."""
-        with contextlib.suppress(OSError):
-            while data and self._input is not None:
-                data = data[os.write(self._input, data) :]
-
-    def close_input(self) -> None:
-        """Close the container's stdin."""
-        if self._input is not None:
-            os.close(self._input)
-        self._input = None
-
-    def resize(self, height: int, width: int) -> None:
-        """Set the size of the terminal."""
-        if self.tty and self._input is not None:
-            fcntl.ioctl(self._input, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 
     async def _pump(self, number: int, descriptor: int) -> None:
         log = LogStream("stdout" if number == STDOUT else "stderr", self._log)

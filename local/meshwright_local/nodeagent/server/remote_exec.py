@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
-import struct
-import termios
 from collections.abc import Mapping, Sequence
 from subprocess import DEVNULL
 
 import orjson
 from aiohttp import WSMsgType, web
 
+from meshwright_local.nodeagent.console import Input
 from meshwright_local.nodeagent.container import Container
 from meshwright_local.nodeagent.runtime.process import Process
 
@@ -65,8 +63,7 @@ async def _feed(socket: web.WebSocketResponse, process: Process, streams: _Strea
             streams.close_input()
         elif channel == RESIZE and streams.tty:
             size = orjson.loads(data)
-            shape = struct.pack("HHHH", size.get("Height", 0), size.get("Width", 0), 0, 0)
-            fcntl.ioctl(streams.readers[STDOUT], termios.TIOCSWINSZ, shape)
+            streams.resize(size.get("Height", 0), size.get("Width", 0))
     process.kill()
 
 
@@ -97,7 +94,7 @@ def status_of(code: int) -> dict[str, object]:
     }
 
 
-class _Streams(contextlib.ExitStack):
+class _Streams(Input, contextlib.ExitStack):
     """The file descriptors of one command: the child's three, and ours. A terminal takes the place of all three.
 
     The query selects them by the kubelet's names (`input`, `output`, `error`) or the API's.
@@ -109,7 +106,6 @@ class _Streams(contextlib.ExitStack):
         self.tty = "tty" in wanted
         self.child = [DEVNULL, DEVNULL, DEVNULL]
         self.readers: dict[bytes, int] = {}
-        self._input: int | None = None
         if self.tty:
             self.readers[STDOUT], terminal = os.openpty()
             self._input, self.child = os.dup(self.readers[STDOUT]), [terminal] * 3
@@ -124,18 +120,6 @@ class _Streams(contextlib.ExitStack):
             self.callback(release)
         for descriptor in self.readers.values():
             self.callback(os.close, descriptor)
-
-    def write(self, data: bytes) -> None:
-        """Write to the command's stdin. Blocks while it does not read; drops data after it has closed stdin."""
-        with contextlib.suppress(OSError):
-            while data and self._input is not None:
-                data = data[os.write(self._input, data) :]
-
-    def close_input(self) -> None:
-        """Close the command's stdin."""
-        if self._input is not None:
-            os.close(self._input)
-        self._input = None
 
     def close_child(self) -> None:
         """Close the descriptors that the child has inherited."""
