@@ -69,6 +69,8 @@ class Entry:
     settings: tuple[Setting, ...]
     plain: bool = False
     """Whether the bare loop runs it instead of the worker."""
+    profiled: bool = False
+    """Whether its kernels are profiled, too, after the measured steps."""
 
     def settings_for(self, gibibytes: float | None) -> tuple[Setting, ...]:
         """The settings to try on a GPU with this memory; all of them if it is not known."""
@@ -101,10 +103,11 @@ def goal_on(product: str, model: str, recomputed: float = 1.0) -> float | None:
 _TENSORWISE = Fp8Scaling.TENSORWISE.value
 
 
-def _both(model: str, label: str, *settings: Setting) -> list[Entry]:
+def _both(model: str, label: str, *settings: Setting, profiled: bool = False) -> list[Entry]:
     """In bf16 and in fp8."""
     in_fp8 = tuple(Setting(**{**asdict(setting), "fp8": _TENSORWISE}) for setting in settings)
-    return [Entry(model, f"bf16{label}", settings), Entry(model, f"fp8{label}", in_fp8)]
+    kinds = {"bf16": settings, "fp8": in_fp8}
+    return [Entry(model, f"{kind}{label}", found, profiled=profiled) for kind, found in kinds.items()]
 
 
 def _bare(model: str, *settings: Setting) -> Entry:
@@ -113,8 +116,7 @@ def _bare(model: str, *settings: Setting) -> Entry:
 
 ENTRIES: tuple[Entry, ...] = (
     _bare("llama-3.2-1b", Setting(4, 2, loss_chunk=None), Setting(2, 4, loss_chunk=None)),
-    *_both("llama-3.2-1b", "", Setting(8, 1), Setting(4, 2), Setting(4, 2, "Selective")),
-    Entry("llama-3.2-1b", "bf16, early updates", (Setting(8, 1, early=True), Setting(4, 2, early=True))),
+    *_both("llama-3.2-1b", "", Setting(8, 1), Setting(4, 2), Setting(4, 2, "Selective"), profiled=True),
     Entry("llama-3.2-1b", "bf16, 131,072 tokens", (Setting(8, 4), Setting(4, 8))),
     Entry(
         "llama-3.2-1b", "bf16, deterministic", (Setting(8, 1, deterministic=True), Setting(4, 2, deterministic=True))

@@ -11,7 +11,7 @@ import gc
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -23,6 +23,7 @@ from benchmarks._gpu_settings import ENTRIES, GOALS, Entry, Setting, goal_on
 from benchmarks._plain_llama import PlainLlama
 from benchmarks._plain_loops import Loop, PlainLoop, plain_loop
 from benchmarks._report import table
+from benchmarks._step_profile import Profile, profiled, show
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
 from meshwright.protocol.run_config import NativeRun
@@ -54,6 +55,7 @@ class Steps:
     """Name of the GPU."""
     recomputed: float = 1.0
     """Operations of a step, over those without activation checkpointing."""
+    profile: Profile | None = None
 
 
 _TOO_SMALL = "needs a GPU of"
@@ -62,8 +64,10 @@ Outcome = tuple[Setting | None, Steps | None, str]
 """What an entry came to: its setting and steps, or what went wrong."""
 
 
-def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
-    """Time `steps` steps after those that warm up; None when the device's memory is not enough."""
+def train_for(task: RankTask, steps: int, plain: bool, profiles: bool = False) -> Steps | None:
+    """Time `steps` steps after those that warm up; None when the device's memory is not enough. `profiles`: profile
+    some steps after them.
+    """
     model, training = task.run.architecture, task.run.training
     with join_mesh(task) as mesh:
         try:
@@ -80,14 +84,15 @@ def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
                 ended = time.perf_counter()
                 seconds.append(ended - began)
                 began = ended
+            memory = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else None
+            found = profiled(step, WARM_UP + steps + 1, mesh.device) if profiles else None
         except torch.OutOfMemoryError:
             return None
-        memory = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else None
         work, typical = step_flops(model, training, 1, mesh.device), median(seconds)
         mfu = work.model / typical / work.peak if work.peak else None
         hfu = work.hardware / typical / work.peak if work.peak else None
         name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
-        return Steps(seconds, losses, memory, mfu, hfu, name, work.hardware / work.model)
+        return Steps(seconds, losses, memory, mfu, hfu, name, work.hardware / work.model, found)
 
 
 def _stepper(run: NativeRun, mesh: Mesh, *, plain: bool) -> Callable[[int], float]:
@@ -163,6 +168,10 @@ def measure_models(
             numbers[f"{entry.model} {entry.label}"] = _numbers(setting, taken, rate, goal, bare.get(entry.model))
             print(f"{entry.model} {entry.label}: {rate:,.0f} tokens a second", flush=True)
             save(numbers)
+            if taken.profile is not None:
+                show(f"{entry.model} {entry.label}", taken.profile)
+                # What a profiler leaves in its process must not slow the next entry.
+                process.close()
     finally:
         process.close()
     columns = ["model", "run", "tokens/s", "of the goal", "of the bare loop", "MFU", "HFU", "peak GiB", "setting"]
@@ -187,6 +196,7 @@ def _numbers(setting: Setting, taken: Steps, rate: float, goal: float, bare: flo
         "setting": setting.numbers(),
         "goal in bf16": goal,
         "ratio to the bare loop": rate / bare if bare else None,
+        "profile": asdict(taken.profile) if taken.profile else None,
     }
 
 
@@ -203,7 +213,7 @@ def first_that_fits(entry: Entry, steps: int, quick: bool) -> Outcome:
         )
         (task,) = tasks_of(run, port=free_port())
         try:
-            taken = train_for(task, steps, entry.plain)
+            taken = train_for(task, steps, entry.plain, entry.profiled)
         except Exception as error:
             # One setting that this version of torch cannot run must not cost the others' numbers.
             return None, None, traceback.format_exception_only(error)[-1].strip().splitlines()[-1]

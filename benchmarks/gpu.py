@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show, in one run: tests, throughput and profiles, and one report of them.
+"""Everything that only a GPU can show, in one run: tests, throughput with profiles, and one report of them.
 
     python -m benchmarks.gpu [--quick] [--parity-seconds SECONDS] [--within SECONDS] [--output DIRECTORY]
 
@@ -87,7 +87,7 @@ def parts(output: Path, name: str, *, quick: bool, parity_seconds: float) -> lis
     return [
         # Without a C compiler or Python's headers, the first kernel of torch's compiler fails: found out in seconds.
         Part("Compiler", (python, "-c", _PROBE), 120, usual=30),
-        Part("Tests", (python, *tests), 900, usual=140),
+        Part("Tests", (python, *tests), 900, usual=120),
         Part(
             "Parity",
             (python, "-m", "tests.parity", *rows),
@@ -104,14 +104,7 @@ def parts(output: Path, name: str, *, quick: bool, parity_seconds: float) -> lis
             usual=345,
             compiles=True,
         ),
-        *(_profile(output, name, kind, (*flags, *small)) for kind, flags in (("bf16", ()), ("fp8", ("--fp8",)))),
     ]
-
-
-def _profile(output: Path, name: str, kind: str, flags: tuple[str, ...]) -> Part:
-    file = str(output / f"profile-{kind}-{name}.json")
-    command = (sys.executable, "-m", "benchmarks.profile_step", "--json", file, *flags)
-    return Part(f"Profile of 1B in {kind}", command, 600, _ALLOCATOR, usual=55, compiles=True)
 
 
 def limited(part: Part, later: Sequence[Part], left: float) -> Part:

@@ -42,10 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 TOGETHER = {"distributed": "ranks", "golden/checkpoint": "ranks", "parity": "ranks", "e2e": "clusters"}
 """Directories whose tests start many processes, by what two of them at once would wait for each other's share of."""
+APART = ("tests/cuda/test_resume.py",)
+"""Files whose tests take so long that each is a piece of work of its own."""
 SECOND_CLUSTER = "test_g"
 """The name from which on files of `clusters` run on a second cluster: these tests mostly wait, so two wait at once."""
 FIRST = (
-    *("ranks", "clusters", "clusters 2", "tests/test_static.py", "tests/docs/test_pages.py"),
+    *("ranks", "clusters", "clusters 2", *APART, "tests/test_static.py", "tests/docs/test_pages.py"),
     *("tests/agent/test_agent_commands.py", "tests/worker/parallel/test_pipeline_programs.py"),
     *("tests/worker/parallel/test_compiled.py", "tests/worker/checkpoint/test_killed_saves.py"),
     *("tests/planner/search/test_best_first.py", "tests/planner/test_topology_levels.py"),
@@ -55,10 +57,13 @@ FIRST = (
 
 
 class Kinds(LoadScopeScheduling):
-    """Tests of ranks are one piece of work, those of whole clusters two, and those of any other file one each."""
+    """Tests of ranks are one piece of work, those of whole clusters two, and those of any other file one each, but for
+    `APART`.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return kind_of(nodeid.partition("::")[0])
+        path = nodeid.partition("::")[0]
+        return nodeid if path in APART else kind_of(path)
 
 
 def kind_of(path: str) -> str:

@@ -65,7 +65,6 @@ class ModelSpec(ApiModel):
     rope_scaling: RopeScalingSpec | None = None
     """Rescaling of rotary frequencies for long contexts (Llama 3.1). None by default."""
     sliding_window: Annotated[int, Field(ge=0, le=16777216)] | None = None
-    """Number of keys that a query attends to, its own among them (Mistral). Defaults to 0, for all. Experimental if it
-    is less than a sequence."""
+    """Number of keys that a query attends to, its own among them (Mistral). Defaults to 0, for all."""
     full_attention_every: Annotated[int, Field(ge=0, le=1024)] | None = None
     """The last of every so many layers attends to all keys, with `slidingWindow`. Defaults to 0, for no layer."""

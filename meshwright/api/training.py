@@ -76,7 +76,7 @@ class OptimizerSpec(ApiModel):
     gradient_clip: Annotated[float, Field(ge=0, le=1000000)] = 1.0
     """Largest global gradient norm, over all dimensions of the mesh. 0 turns clipping off."""
     early_launch: bool | None = None
-    """Experimental, off by default. Whether the update is launched before the host has read the step's loss. The GPU
+    """Off by default. Whether the update is launched before the host has read the step's loss. The GPU
     drops it if loss or gradient norm is not finite."""
 
     @property

@@ -76,8 +76,10 @@ def test_bare_loops_do_the_same_work(pool: RankPool, shape: dict[str, int]) -> N
 @pytest.mark.parametrize("plain", [False, True], ids=["worker", "bare"])
 def test_a_shape_is_trained_and_timed(pool: RankPool, plain: bool) -> None:
     run = run_of(TINY, {**SHORT, "precision": "bf16"}, micro_batches=2)
-    (taken,) = pool.run(train_for, run, 2, plain)
+    (taken,) = pool.run(train_for, run, 2, plain, not plain)
     assert taken is not None
+    assert (taken.profile is None) is plain
+    assert taken.profile is None or taken.profile.kernels
     assert len(taken.seconds) == len(taken.losses) == 2
     # No device with known peak: no utilization is made up.
     assert (taken.memory, taken.mfu, taken.hfu) == (None, None, None)
