@@ -68,3 +68,9 @@ class ModelSpec(ApiModel):
     """Number of keys that a query attends to, its own among them (Mistral). Defaults to 0, for all."""
     full_attention_every: Annotated[int, Field(ge=0, le=1024)] | None = None
     """The last of every so many layers attends to all keys, with `slidingWindow`. Defaults to 0, for no layer."""
+    window_rope_theta: Annotated[int, Field(ge=0, le=1000000000)] | None = None
+    """`ropeTheta` of layers with a sliding window, without `ropeScaling` (Gemma 3). Defaults to 0, for the others'."""
+    output_norms: bool | None = None
+    """Whether outputs of attention and feed-forward layers are normalized, too (Gemma). Defaults to false."""
+    embedding_factor: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Factor of the rows of the token embedding, as input (Gemma). Defaults to 1."""

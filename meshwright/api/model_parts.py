@@ -44,6 +44,7 @@ class RopeScaling(StrEnum):
 
     LLAMA3 = "Llama3"
     YARN = "YaRN"
+    LINEAR = "Linear"
 
 
 class RopeScalingSpec(ApiModel):
@@ -51,7 +52,8 @@ class RopeScalingSpec(ApiModel):
 
     kind: RopeScaling = RopeScaling.LLAMA3
     """Interpolation between the two limits. `Llama3`: linear in the frequency (Llama 3.1, arXiv 2407.21783, section
-    3.4.2). `YaRN`: linear in the frequency's index in the head (arXiv 2309.00071; Qwen, DeepSeek)."""
+    3.4.2). `YaRN`: linear in the frequency's index in the head (arXiv 2309.00071; Qwen, DeepSeek). `Linear`: none,
+    `factor` divides every frequency (arXiv 2306.15595; Gemma 3)."""
     factor: Annotated[float, Field(ge=1, le=4096)]
     """Factor by which the lowest frequencies are divided."""
     low_frequency_factor: Annotated[float, Field(gt=0, le=4096)] = 1.0

@@ -10,7 +10,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from meshwright.api.base import ApiModel
 from meshwright.api.mixture import MixtureSpec
-from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScalingSpec
+from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScaling, RopeScalingSpec
 from meshwright.models.mixture import feed_forward_parameters, is_mixture, mixture_layers
 
 
@@ -71,6 +71,14 @@ class Architecture(ApiModel):
     """Largest number of keys that a query attends to, its own among them (Mistral, arXiv 2310.06825). 0 for all."""
     full_attention_every: int = 0
     """The last of every so many layers attends to all keys in spite of `sliding_window`. 0 for no layer."""
+    window_rope_theta: float = 0.0
+    """Base of the rotary position embedding of layers with a sliding window, whose frequencies are not rescaled
+    (Gemma 3, arXiv 2503.19786). 0 for that of the others.
+    """
+    output_norms: bool = False
+    """Whether the output of each sub-layer is normalized, too, before it is added (Gemma 2, arXiv 2408.00118)."""
+    embedding_factor: float = 1.0
+    """Factor of the token embedding's rows as the input of the first layer (Gemma, arXiv 2403.08295)."""
     shared_gate: Annotated[bool, Field(exclude=True), SkipJsonSchema()] = False
     """Whether a gate weights a mixture's shared experts (Qwen2-MoE). Counted, but not built."""
     prediction_layers: Annotated[int, Field(exclude=True), SkipJsonSchema()] = 0
@@ -91,6 +99,13 @@ class Architecture(ApiModel):
         """The sliding window of layer number `layer` (from 0). 0 if it attends to all keys."""
         every = self.full_attention_every
         return 0 if every and (layer + 1) % every == 0 else self.sliding_window
+
+    @property
+    def is_later_than_0_1(self) -> bool:
+        """Whether the model has a part that version 0.1 does not build. (A window may be longer than all sequences.)"""
+        linear = self.rope_scaling is not None and self.rope_scaling.kind is RopeScaling.LINEAR
+        window = bool(self.sliding_window and self.window_rope_theta)
+        return linear or window or self.output_norms or self.embedding_factor != 1
 
     @property
     def full_attention_layers(self) -> int:
@@ -169,7 +184,8 @@ class Architecture(ApiModel):
 
         Tensor parallelism does not split them.
         """
-        count = 2 * self.norm_parameters + (2 * self.hidden_size if self.biases else 0)
+        norms = 4 if self.output_norms else 2
+        count = norms * self.norm_parameters + (2 * self.hidden_size if self.biases else 0)
         if self.query_key_norms:
             count += 2 * self.head_size
         if self.latent is not None:

@@ -9,11 +9,12 @@ numbers contradict each other there.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from meshwright.api.model import ModelSpec
-from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScalingSpec
+from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScaling, RopeScalingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.reader import architecture_from_json
@@ -150,8 +151,41 @@ def _mistral() -> Architecture:
     return _decoder("mistral-7b", 32, 4096, 14336, 32, 8, 32_000, 10_000).model_copy(update={"sliding_window": 4096})
 
 
+def _gemmas() -> list[Architecture]:
+    """The decoders of text of arXiv 2503.19786. The larger ones rescale positions of layers that attend to all keys."""
+    sizes = {
+        "270m": (18, 640, 2048, 4, 1, 512),
+        "1b": (26, 1152, 6912, 4, 1, 512),
+        "4b": (34, 2560, 10_240, 8, 4, 1024),
+        "12b": (48, 3840, 15_360, 16, 8, 1024),
+    }
+    return [_gemma(f"gemma-3-{name}", *numbers) for name, numbers in sizes.items()]
+
+
+def _gemma(
+    name: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, window: int
+) -> Architecture:
+    larger = window > 512
+    model = _decoder(name, layers, hidden, intermediate, heads, kv_heads, 262_208 if larger else 262_144, 1_000_000)
+    return _tied(model).model_copy(
+        update={
+            "head_size": 256,
+            "value_size": 256,
+            "norm_epsilon": 1e-6,
+            "activation": Activation.GELU_TANH,
+            "query_key_norms": True,
+            "output_norms": True,
+            "embedding_factor": math.sqrt(hidden),
+            "sliding_window": window,
+            "full_attention_every": 6,
+            "window_rope_theta": 10_000.0,
+            "rope_scaling": RopeScalingSpec(kind=RopeScaling.LINEAR, factor=8) if larger else None,
+        }
+    )
+
+
 def _published() -> dict[str, Architecture]:
-    listed = [*_tinies(), *_gpts(), *_megatrons(), *_llamas(), _mistral(), *_qwens(), *mixtures()]
+    listed = [*_tinies(), *_gpts(), *_megatrons(), *_llamas(), _mistral(), *_qwens(), *_gemmas(), *mixtures()]
     return {architecture.name: architecture for architecture in listed}
 
 

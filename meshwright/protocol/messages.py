@@ -278,7 +278,7 @@ def run_version_of(run: RunConfig, groups: ReplicaGroups | None) -> int:
         return 4
     if checkpoint is not None and (checkpoint.keeps_best or checkpoint.resume_from is not None):
         return 4
-    if run.uses_sliding_window:
+    if run.uses_sliding_window or run.architecture.is_later_than_0_1:
         return 4
     if optimizer.decay_or_default is not RateDecay.COSINE or optimizer.decay_steps:
         return 3

@@ -100,6 +100,10 @@ class ModelFacts(Protocol):
         """The last of every so many layers attends to all keys."""
 
     @property
+    def window_rope_theta(self) -> float | None:
+        """Rotary base of layers with a sliding window. That of the others if it is 0 or left out."""
+
+    @property
     def rope_scaling(self) -> RopeScalingSpec | None:
         """Rescaling of rotary frequencies."""
 

@@ -84,9 +84,9 @@ def _heads_have_even_widths(facts: Facts) -> bool:
     return hidden % (2 * heads) == 0
 
 
-def _full_layers_are_among_others(facts: Facts) -> bool:
+def _window_distinguishes_layers(facts: Facts) -> bool:
     m = _model(facts)
-    return not m.full_attention_every or bool(m.sliding_window)
+    return bool(m.sliding_window) or not (m.full_attention_every or m.window_rope_theta)
 
 
 MODEL_FORM_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
@@ -174,11 +174,13 @@ MODEL_RULES: tuple[Rule[Facts], ...] = (
         _scaling_is_possible,
     ),
     Rule(
-        "model.fullAttentionEvery",
-        "needs `model.slidingWindow`: without it, all layers attend to all keys",
-        "!has(self.model) || !has(self.model.fullAttentionEvery) || self.model.fullAttentionEvery == 0"
-        " || (has(self.model.slidingWindow) && self.model.slidingWindow > 0)",
-        _full_layers_are_among_others,
+        "model.slidingWindow",
+        "must be set with `fullAttentionEvery` and `windowRopeTheta`, which tell layers apart by it: set it, or remove "
+        "those",
+        "!has(self.model) || (has(self.model.slidingWindow) && self.model.slidingWindow > 0)"
+        " || ((!has(self.model.fullAttentionEvery) || self.model.fullAttentionEvery == 0)"
+        " && (!has(self.model.windowRopeTheta) || self.model.windowRopeTheta == 0))",
+        _window_distinguishes_layers,
     ),
     Rule(
         "model.positions",

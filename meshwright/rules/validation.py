@@ -99,7 +99,7 @@ def explained_problems(spec: ParallelTrainingJobSpec) -> list[Problem]:
 
 def with_model_numbers(spec: ParallelTrainingJobSpec, architecture: Architecture) -> ParallelTrainingJobSpec:
     """The spec with the numbers of its model as fields, so that rules check those of a preset like written ones."""
-    numbers = architecture.model_dump(include=set(ModelSpec.model_fields), exclude={"rope_theta"})
+    numbers = architecture.model_dump(include=set(ModelSpec.model_fields), exclude={"rope_theta", "window_rope_theta"})
     return spec.model_copy(update={"model": ModelSpec(**numbers)})
 
 

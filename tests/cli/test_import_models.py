@@ -40,7 +40,8 @@ def mixture(**fields: Any) -> MixtureSpec:
 
 
 MODELS: dict[str, Architecture] = {
-    **PRESETS,
+    # Gemma's activation and its other norms have no flags.
+    **{name: model for name, model in PRESETS.items() if not model.output_norms},
     "YaRN": replace(PRESETS["deepseek-v3"], rope_scaling=YARN),
     "Llama 3.2": replace(PRESETS["llama-3-8b"], rope_scaling=LLAMA3),
     "weights of experts as they are": replace(

@@ -29,13 +29,14 @@ from meshwright_worker.rank.task import RankTask
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool, free_port
-from tests.parity.cases.models import GPT, LATENT_QUERIES, QWEN3, YARN
+from tests.parity.cases.models import GEMMA, GPT, LATENT_QUERIES, QWEN3, YARN
 from tests.tiers import mostly_long
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt": {**GPT, "tie_embeddings": True},
     "qwen": QWEN3,
+    "gemma": GEMMA,
     "latent": {**LATENT_QUERIES, **YARN},
     "lora": {"training": {"lora": {"rank": 2}, "steps": 2}},
 }

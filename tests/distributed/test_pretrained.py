@@ -26,6 +26,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.pretrained.published import (
     DEEPSEEK,
     DEEPSEEK_V3,
+    GEMMA3_LINEAR,
     GPT2,
     LLAMA,
     MISTRAL,
@@ -85,10 +86,10 @@ def test_every_layout_begins_from_the_published_weights(
 @pytest.mark.parametrize(
     "config",
     mostly_long(
-        [LLAMA, QWEN2, GPT2, PHI3, MISTRAL, V03, DEEPSEEK, MIXTRAL, DEEPSEEK_V3],
-        lambda it: it in (LLAMA, GPT2, PHI3, V03, DEEPSEEK_V3),
+        [LLAMA, QWEN2, GPT2, PHI3, MISTRAL, V03, GEMMA3_LINEAR, DEEPSEEK, MIXTRAL, DEEPSEEK_V3],
+        lambda it: it in (LLAMA, GPT2, PHI3, V03, GEMMA3_LINEAR, DEEPSEEK_V3),
     ),
-    ids=["llama", "qwen2", "gpt2", "phi3", "mistral", "mistral without a window", "deepseek", "mixtral", "deepseek-v3"],
+    ids=lambda config: config["model_type"] + ("" if config is not V03 else " without a window"),
 )
 def test_what_was_read_is_written_again(pool: RankPool, tmp_path: Path, text: Path, config: dict[str, Any]) -> None:
     weights = random_weights(config)
@@ -103,7 +104,8 @@ def test_what_was_read_is_written_again(pool: RankPool, tmp_path: Path, text: Pa
     assert len(files) > 1
     written = TensorFiles(tmp_path / "out")
     assert set(written.names) == set(weights)
-    assert all(torch.equal(written.find(name).map(), tensor) for name, tensor in weights.items())
+    for name, tensor in weights.items():
+        assert is_written_as(written.find(name).map(), tensor, name, config), name
     told = json.loads((tmp_path / "out" / "config.json").read_text())
     assert architecture_from_config(told) == architecture_from_config(config)
     assert told["model_type"] == config["model_type"]
@@ -115,9 +117,16 @@ def test_what_was_read_is_written_again(pool: RankPool, tmp_path: Path, text: Pa
         # Rounded biases would choose other experts than the trained model.
         wanted = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
         assert narrow.find(name).map().dtype == wanted.dtype, name
-        assert torch.equal(narrow.find(name).map(), wanted), name
+        assert is_written_as(narrow.find(name).map(), wanted, name, config), name
     index = json.loads((tmp_path / "bf16" / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(narrow.find(name).map().nbytes for name in narrow.names)
+
+
+def is_written_as(found: torch.Tensor, wanted: torch.Tensor, name: str, config: dict[str, Any]) -> bool:
+    if config["model_type"] == "gemma3_text" and "norm" in name:
+        # Training has 1 more, and so fewer digits of a number near 0.
+        return found.dtype == wanted.dtype and torch.allclose(found, wanted, rtol=1e-2, atol=1e-7)
+    return torch.equal(found, wanted)
 
 
 def test_adapters_train_resume_in_another_layout_and_merge(pool: RankPool, tmp_path: Path, text: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.parity.case import Case
 from tests.parity.combination import FEW_RANKS, RANKS, case_of, ranks_of, verdict
 from tests.parity.covering_array import Pair, Row, cover, pairs_of
-from tests.parity.techniques import LATER, TECHNIQUES
+from tests.parity.techniques import LATER, TECHNIQUES, later_than
 
 ROWS = Path(__file__).with_name("pairs.txt")
 _AND, _REJECTED = " + ", " : "
@@ -50,7 +50,7 @@ def generate() -> str:
         return all(frozenset(two) not in unsupported for two in combinations(row, 2)) and verdict(row) is None
 
     ranks, rows = cache(ranks_of), []
-    for later in (LATER, frozenset[str]()):
+    for later in map(later_than, range(len(LATER) + 1)):
         levels = {factor: [name for name in names if name not in later] for factor, names in factors().items()}
         among = {factor: names for factor, names in levels.items() if names}
         left = [pair for pair in pairs if pair not in unsupported and not pair & later]

@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.api.data import Packing
 from meshwright.api.parallelism import ContextMethod
 from meshwright.api.precision import Precision
-from tests.parity.cases.models import GPT, LATENT, LATENT_QUERIES, LLAMA31, QWEN2, QWEN3, YARN
+from tests.parity.cases.models import GEMMA, GPT, LATENT, LATENT_QUERIES, LLAMA31, QWEN2, QWEN3, YARN
 
 SCRATCH = str(Path(gettempdir()) / "meshwright-parity")
 ISLANDS = 2
@@ -150,6 +150,7 @@ TECHNIQUES: list[Technique] = [
             "GPT": ({}, GPT),
             "Qwen2": ({}, QWEN2),
             "Qwen3": ({}, QWEN3),
+            "Gemma 3": ({}, GEMMA),
             "Llama 3.1": ({}, LLAMA31),
             "latent attention": ({}, LATENT),
             "latent queries": ({}, LATENT_QUERIES),
@@ -243,7 +244,12 @@ TECHNIQUES: list[Technique] = [
     *_of("accumulation", {"gradient accumulation": ({}, {}, {"micro_batches": 2})}),
 ]
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
-LATER = frozenset({"varlen attention", "fp8, gathered in fp8", "sliding window"})
+LATER = (frozenset({"varlen attention", "fp8, gathered in fp8", "sliding window"}), frozenset({"Gemma 3"}))
 """Techniques whose pairs have rows of their own, after those of all others: adding one changes no row that was there,
-nor the name under which its numbers are recorded.
+nor the name under which its numbers are recorded. Those of a set come after those of the sets before it.
 """
+
+
+def later_than(generation: int) -> frozenset[str]:
+    """The techniques of all sets of `LATER` but the first `generation`."""
+    return frozenset[str]().union(*LATER[generation:])

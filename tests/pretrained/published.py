@@ -61,6 +61,26 @@ QWEN3_WINDOW: dict[str, Any] = {**QWEN3, **_WINDOW}
 _PATTERN = ["sliding_attention", "full_attention", "sliding_attention"]
 MINISTRAL: dict[str, Any] = {**MISTRAL, "model_type": "ministral", "layer_types": _PATTERN}
 QWEN3_PATTERN: dict[str, Any] = {**QWEN3_WINDOW, "layer_types": _PATTERN}
+GEMMA3: dict[str, Any] = {
+    **{key: value for key, value in LLAMA.items() if key not in ("rope_scaling", "hidden_act")},
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 8,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": None,
+    "sliding_window": 6,
+    "sliding_window_pattern": 3,
+}
+GEMMA3_LINEAR: dict[str, Any] = {
+    **GEMMA3,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "tie_word_embeddings": False,
+}
 DEEPSEEK: dict[str, Any] = {
     **{key: value for key, value in LLAMA.items() if key not in ("head_dim", "rope_scaling")},
     "model_type": "deepseek_v2",
@@ -148,7 +168,9 @@ def _llama(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
-        shapes |= {f"{at}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        norms = ("input", "post_attention")
+        norms += ("pre_feedforward", "post_feedforward") if config["model_type"] == "gemma3_text" else ()
+        shapes |= {f"{at}.{name}_layernorm.weight": (hidden,) for name in norms}
         shapes |= {f"{at}.{name}": shape for name, shape in _feed_forward(config, layer).items()}
         attention = _latent(config, hidden, heads) if "kv_lora_rank" in config else _plain(config, hidden, heads)
         shapes |= {f"{at}.self_attn.{name}": shape for name, shape in attention.items()}
@@ -198,7 +220,7 @@ def _plain(config: dict[str, Any], hidden: int, heads: int) -> dict[str, tuple[i
     shapes["o_proj.weight"] = (hidden, heads * size)
     if config["model_type"] == "qwen2":
         shapes |= {f"{name}.bias": (rows,) for name, rows in outputs.items()}
-    if config["model_type"] in ("qwen3", "qwen3_moe"):
+    if config["model_type"] in ("qwen3", "qwen3_moe", "gemma3_text"):
         shapes |= {"q_norm.weight": (size,), "k_norm.weight": (size,)}
     return shapes
 

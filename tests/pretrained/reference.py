@@ -110,6 +110,35 @@ def _deepseek_mixture(x: torch.Tensor, w: Weights, config: dict[str, Any]) -> to
     return routed + _swiglu(x, w, "mlp.shared_experts")
 
 
+def gemma(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+    """Gemma 3: logits [batch, length, vocabulary]. Norms are published as differences from 1."""
+    heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    eps, every = config["rms_norm_eps"], config["sliding_window_pattern"]
+    batch, length = tokens.shape
+    local, factor = config["rope_local_base_freq"], (config["rope_scaling"] or {"factor": 1.0})["factor"]
+    x = weights["model.embed_tokens.weight"][tokens] * config["hidden_size"] ** 0.5
+    for layer in range(config["num_hidden_layers"]):
+        w = {n.removeprefix(f"model.layers.{layer}."): t for n, t in weights.items() if f".layers.{layer}." in n}
+        h = _rms(x, 1 + w["input_layernorm.weight"], eps)
+        q, k, v = (F.linear(h, w[f"self_attn.{n}_proj.weight"]).view(batch, length, -1, size) for n in "qkv")
+        q, k = (_rms(t, 1 + w[f"self_attn.{n}_norm.weight"], eps) for n, t in (("q", q), ("k", k)))
+        slides = (layer + 1) % every > 0
+        theta, divisor = (local, 1.0) if slides else (config["rope_theta"], factor)
+        frequencies = theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size) / divisor
+        angles = torch.outer(torch.arange(length), frequencies).repeat(1, 2)[None, :, None]
+        q, k = (t * angles.cos().to(x.dtype) + _half(t) * angles.sin().to(x.dtype) for t in (q, k))
+        q = q * (size / config["query_pre_attn_scalar"]) ** 0.5
+        k, v = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v))
+        attended = F.linear(_attend(q, k, v, config["sliding_window"] if slides else 0), w["self_attn.o_proj.weight"])
+        x = x + _rms(attended, 1 + w["post_attention_layernorm.weight"], eps)
+        h = _rms(x, 1 + w["pre_feedforward_layernorm.weight"], eps)
+        gate, up, down = (w[f"mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        fed = F.linear(F.gelu(F.linear(h, gate), approximate="tanh") * F.linear(h, up), down)
+        x = x + _rms(fed, 1 + w["post_feedforward_layernorm.weight"], eps)
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    return F.linear(_rms(x, 1 + weights["model.norm.weight"], eps), head)
+
+
 def gpt2(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
     """GPT-2: logits [batch, length, vocabulary]."""
     weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}

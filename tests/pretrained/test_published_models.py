@@ -28,6 +28,8 @@ from tests.pretrained.published import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_YARN,
+    GEMMA3,
+    GEMMA3_LINEAR,
     GPT2,
     LLAMA,
     MINISTRAL,
@@ -69,6 +71,8 @@ MODELS: dict[str, tuple[dict[str, Any], Forward]] = {
     "qwen3-moe with a window": (QWEN3_MOE_WINDOW, reference.llama),
     "qwen3 with YaRN": (QWEN3_YARN, reference.llama),
     "deepseek-v3 with YaRN": (DEEPSEEK_YARN, reference.deepseek),
+    "gemma3": (GEMMA3, reference.gemma),
+    "gemma3 with linear scaling": (GEMMA3_LINEAR, reference.gemma),
 }
 
 MIXED_PRESETS = [name for name, model in PRESETS.items() if model.mixture is not None]
@@ -120,7 +124,18 @@ def test_a_configuration_survives_both_directions(config: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "mistral-7b", "llama-3.1-8b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "tiny-latent", *MIXED_PRESETS],
+    [
+        "gpt2",
+        "mistral-7b",
+        "llama-3.1-8b",
+        "llama-3.2-1b",
+        "qwen2.5-0.5b",
+        "qwen3-8b",
+        "gemma-3-1b",
+        "gemma-3-12b",
+        "tiny-latent",
+        *MIXED_PRESETS,
+    ],
 )
 def test_a_preset_survives_both_directions(name: str) -> None:
     model = PRESETS[name].model_copy(update={"name": ""})

@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.api.lora import LoraSpec
+from meshwright.api.model_parts import RopeScaling, RopeScalingSpec
 from meshwright.api.training import OptimizerSpec
 from meshwright.protocol import versions
 from meshwright.protocol.messages import (
@@ -144,6 +145,22 @@ def test_images_that_would_train_a_new_adapter_reject_the_run() -> None:
     for lora, version in (({}, 1), ({"initial_adapter": "/adapters/a"}, 4)):
         training = run.training.model_copy(update={"lora": LoraSpec.model_validate(lora)})
         assert run_version_of(run.model_copy(update={"training": training}), None) == version
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"output_norms": True},
+        {"embedding_factor": 2.0},
+        {"window_rope_theta": 100.0, "sliding_window": 1 << 20},
+        {"rope_scaling": RopeScalingSpec(kind=RopeScaling.LINEAR, factor=2)},
+    ],
+)
+def test_images_that_would_leave_out_a_part_of_the_model_reject_the_run(change: dict[str, Any]) -> None:
+    run = mesh_document().run
+    assert isinstance(run, NativeRun)
+    model = run.architecture.model_copy(update=change)
+    assert run_version_of(run.model_copy(update={"architecture": model}), None) == 4
 
 
 def test_images_that_would_attend_to_all_keys_reject_the_run() -> None:

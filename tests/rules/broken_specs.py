@@ -235,8 +235,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ),
     ("training.activationCheckpointing", {**SELECTIVE, **mixture(), "parallelism.tensor": 1}),
     ("training.activationCheckpointing", {**SELECTIVE, "parallelism.tensor": 1, "model.slidingWindow": 3}),
-    ("model.fullAttentionEvery", {"model.fullAttentionEvery": 2}),
-    ("model.fullAttentionEvery", {"model.fullAttentionEvery": 2, "model.slidingWindow": 0}),
+    ("model.slidingWindow", {"model.fullAttentionEvery": 2}),
+    ("model.slidingWindow", {"model.fullAttentionEvery": 2, "model.slidingWindow": 0}),
     (
         "training.activationCheckpointing",
         {**SELECTIVE, "parallelism.tensor": 1, "training.fp8": {"update": "Delayed"}},
@@ -282,6 +282,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ),
     ("model.ropeScaling", {"model.ropeScaling": {"factor": 8, "lowFrequencyFactor": 4}}),
     ("model.ropeScaling", {"model.positions": 128, "model.ropeScaling": {"factor": 8}}),
+    ("model.slidingWindow", {"model.windowRopeTheta": 10000}),
     ("model.positions", {"model.positions": 64}),
     ("model.vocabSize", {"model.vocabSize": 256}),
     ("replicas", {"replicas": 65536, "training.globalBatchSize": 65536 * 4, "workers.gpusPerWorker": 1024}),

@@ -27,6 +27,7 @@ _ACTIVATION_NAMES = {
     Activation.GELU_TANH: "gelu_new",
     Activation.RELU: "relu",
 }
+_NORMS = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
 TRAINING_FIELDS = {"balancing", "auxiliary_weight", "z_loss_weight", "bias_rate"}
 """Fields of a mixture that do not change logits, except the biases of `balancing: Bias`."""
 
@@ -70,6 +71,10 @@ class ModelType:
     """Prefix of the names of published tensors, except the output projection."""
     experts: ExpertTensors = ExpertTensors()
     """Names of the tensors of its mixtures."""
+    norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
+    """Names of the published norms of a layer by the runtime's."""
+    norm_offset: float = 0.0
+    """How much less the published weights of norms are than the runtime's."""
     fused: bool = False
     """Whether queries, keys and values are one published tensor, and the two matrices of SwiGLU another."""
 

@@ -11,6 +11,7 @@ from meshwright.api.model_parts import Norm, RopeScaling
 from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from meshwright.models.huggingface.gemma import GEMMA3
 from meshwright.models.huggingface.gpt2 import GPT2
 from meshwright.models.huggingface.llama import (
     LLAMA,
@@ -30,7 +31,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
         each.name: each
         for each in (
             GPT2, LLAMA, MISTRAL, MINISTRAL, MIXTRAL, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE,
-            DEEPSEEK_V2, DEEPSEEK_V3,
+            DEEPSEEK_V2, DEEPSEEK_V3, GEMMA3,
         )
     }
 )  # fmt: skip
@@ -39,6 +40,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 def model_type_of(model: Architecture) -> ModelType:
     """Return the model type that an architecture is written as, or the most similar one if none has its shape."""
     mixture = model.mixture
+    if model.output_norms:
+        return GEMMA3
     if model.norm is Norm.LAYER_NORM and mixture is None:
         return GPT2
     if model.latent is not None:
@@ -70,8 +73,10 @@ def config_from_architecture(
     model_type = model_type or model_type_of(model)
     if model_type.write is None:
         raise ConfigError(f"`model_type` {model_type.name!r} is not written")
+    if not model.output_norms and (model.embedding_factor != 1 or model.window_rope_theta):
+        raise ConfigError("no Hugging Face model type has `embeddingFactor` or `windowRopeTheta` without `outputNorms`")
     scaling = model.rope_scaling
-    if scaling is not None:
+    if scaling is not None and scaling.kind is not RopeScaling.LINEAR:
         scaled_length = round(scaling.factor * scaling.original_length)
         # transformers 4 divides it by the original length to get YaRN's factor, and ignores the factor in the file.
         length = scaled_length if scaling.kind is RopeScaling.YARN else max(length, scaled_length)

@@ -1,4 +1,4 @@
-"""Reads and writes the rescaled rotary frequencies of published configurations: Llama 3.1's and YaRN.
+"""Reads and writes the rescaled rotary frequencies of published configurations: linear, Llama 3.1's and YaRN.
 
 YaRN multiplies queries and keys by a factor, here their scores by its square. DeepSeek rotates a part of each head, and
 multiplies the scores of entire heads by its `mscale_all_dim` instead.
@@ -29,8 +29,10 @@ def read_scaling(fields: ConfigFields | None, *, latent: bool) -> RopeScalingSpe
     kind = "default" if fields is None else fields.text("rope_type") or fields.text("type") or "default"
     if fields is None or kind == "default":
         return None
-    if kind not in ("llama3", "yarn"):
-        raise ConfigError(f"`rope_scaling` of type {kind!r} is not supported: use one of default, llama3, yarn")
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ConfigError(f"`rope_scaling` of type {kind!r} is not supported: use one of default, linear, llama3, yarn")
+    if kind == "linear":
+        return RopeScalingSpec(kind=RopeScaling.LINEAR, factor=fields.real("factor", 1.0))
     if kind == "yarn":
         return _yarn(fields, latent=latent)
     return RopeScalingSpec(
@@ -84,6 +86,8 @@ def write_scaling(scaling: RopeScalingSpec | None, *, latent: bool) -> dict[str,
         return {"rope_type": "yarn", **common, "beta_slow": slow, "beta_fast": fast, **own}
     if scaling.score_factor != 1:
         raise ConfigError("no Hugging Face model type has `ropeScaling.scoreFactor` without `kind: YaRN`")
+    if scaling.kind is RopeScaling.LINEAR:
+        return {"rope_type": "linear", "factor": scaling.factor}
     return {
         "rope_type": "llama3",
         **common,

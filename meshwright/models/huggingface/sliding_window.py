@@ -10,7 +10,8 @@ from typing import Any
 from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface.config_fields import ConfigError, ConfigFields
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Kinds of layers in `layer_types`."""
 
 
 def no_window(_: ConfigFields) -> dict[str, int]:
@@ -28,7 +29,7 @@ def window_of_all_layers(fields: ConfigFields) -> dict[str, int]:
 
 def window_of_listed_layers(fields: ConfigFields) -> dict[str, int]:
     """Ministral: in the layers that `layer_types` lists, or in all."""
-    return _read(fields, [_SLIDING] * fields.number("num_hidden_layers"))
+    return _read(fields, [SLIDING] * fields.number("num_hidden_layers"))
 
 
 def window_if_switched_on(fields: ConfigFields) -> dict[str, int]:
@@ -39,15 +40,21 @@ def window_if_switched_on(fields: ConfigFields) -> dict[str, int]:
 def window_of_later_layers(fields: ConfigFields) -> dict[str, int]:
     """Qwen2 and Qwen3: in layers from `max_window_layers` on, or in those that `layer_types` lists."""
     layers, first = fields.number("num_hidden_layers"), fields.number("max_window_layers", 28)
-    kinds = [_SLIDING if layer >= first else _FULL for layer in range(layers)]
+    kinds = [SLIDING if layer >= first else FULL for layer in range(layers)]
     return _read(fields, kinds) if _is_on(fields) else {}
 
 
 def window_of_every_other_layer(fields: ConfigFields) -> dict[str, int]:
     """Qwen2's mixtures: in every other layer before `max_window_layers`, or in those that `layer_types` lists."""
     layers, last = fields.number("num_hidden_layers"), fields.number("max_window_layers", 28)
-    kinds = [_SLIDING if layer < last and layer % 2 == 0 else _FULL for layer in range(layers)]
+    kinds = [SLIDING if layer < last and layer % 2 == 0 else FULL for layer in range(layers)]
     return _read(fields, kinds) if _is_on(fields) else {}
+
+
+def window_of_pattern(fields: ConfigFields) -> dict[str, int]:
+    """Gemma 3: in all layers but every sixth, or another number, or in those that `layer_types` lists."""
+    layers, every = fields.number("num_hidden_layers"), fields.number("sliding_window_pattern", 6)
+    return _read(fields, [SLIDING if every and (layer + 1) % every else FULL for layer in range(layers)])
 
 
 def _is_on(fields: ConfigFields) -> bool:
@@ -61,10 +68,10 @@ def _read(fields: ConfigFields, default: list[str]) -> dict[str, int]:
         ConfigError: they are neither all nor all but the last of every so many.
     """
     window, kinds = fields.number("sliding_window", 0), fields.listed("layer_types") or default
-    if not window or _SLIDING not in kinds:
+    if not window or SLIDING not in kinds:
         return {}
-    every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
-    regular = [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(len(default))]
+    every = kinds.index(FULL) + 1 if FULL in kinds else 0
+    regular = [FULL if every and (layer + 1) % every == 0 else SLIDING for layer in range(len(default))]
     if kinds != regular:
         raise ConfigError(
             f"a sliding window (`sliding_window: {window}`) in these layers (`max_window_layers`, `layer_types`) is "
@@ -85,4 +92,4 @@ def layer_types(model: Architecture) -> dict[str, Any]:
     """The field that lists the layers with a window. Empty if no layer differs."""
     if not model.sliding_window or not model.full_attention_every:
         return {}
-    return {"layer_types": [_SLIDING if model.window_of(layer) else _FULL for layer in range(model.layers)]}
+    return {"layer_types": [SLIDING if model.window_of(layer) else FULL for layer in range(model.layers)]}

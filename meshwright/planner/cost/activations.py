@@ -76,7 +76,8 @@ def layer_activations(
     stored = 0.0 if requantizes and compiled else 1.0 if quantized else element
     copies, split_copies = _quantized_inputs(model, mixture) if quantized and runtime.quantizes_each else (2, 0)
     matmul_inputs = copies * stored * model.hidden_size
-    unsplit = 2 * _norm(model, element, runtime, compiled=compiled) + 2 * mask * model.hidden_size
+    norms = 4 if model.output_norms else 2
+    unsplit = norms * _norm(model, element, runtime, compiled=compiled) + 2 * mask * model.hidden_size
     if sequence_parallel:
         unsplit /= tensor
         matmul_inputs /= 1 if runtime.keeps_gathered else tensor

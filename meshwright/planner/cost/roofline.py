@@ -274,6 +274,7 @@ def elementwise_bytes(shape: LayerShape, runtime: Framework) -> float:
     model = shape.model
     rows = shape.tokens / shape.tensor if shape.sequence_parallel else shape.tokens
     residual = (22.0 if runtime.dropout else 16.0) * model.hidden_size * rows
+    residual += 8.0 * model.hidden_size * rows if model.output_norms else 0.0
     moe = model.mixture
     width: float = model.intermediate_size
     if shape.mixture and moe is not None:

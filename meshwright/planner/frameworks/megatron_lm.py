@@ -51,6 +51,8 @@ def _model_problem(model: Architecture) -> str:
         return f"a gated feed-forward layer with `{model.activation}` has no flag: only SiLU has one"
     if not model.gated and model.activation not in (Activation.GELU, Activation.GELU_TANH):
         return f"a feed-forward layer with `{model.activation}` without a gate has no flag"
+    if model.output_norms or model.window_rope_theta or model.embedding_factor != 1:
+        return "`model.outputNorms`, `windowRopeTheta` and `embeddingFactor` have no flags"
     if not _has_rope_flags(model):
         return "`model.ropeScaling` has no flags for these limits, and YaRN has flags only with `model.latent`"
     if model.mixture is not None and model.mixture.every != 1:

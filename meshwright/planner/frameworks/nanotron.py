@@ -35,6 +35,8 @@ def _model_problem(model: Architecture) -> str:
     llama = model.gated and model.activation is Activation.SILU and model.norm is Norm.RMS_NORM
     if not llama or model.biases or model.attention_biases or model.query_key_norms or model.positions:
         return "only models of Llama's kind are written"
+    if model.output_norms or model.embedding_factor != 1:
+        return "`model.outputNorms` and `embeddingFactor` have no keys"
     if model.sliding_window:
         return "`model.slidingWindow` has no key"
     if model.mixture is not None or model.latent is not None or model.rope_scaling is not None:

@@ -16,6 +16,17 @@ GPT: dict[str, Any] = {
 }
 QWEN2: dict[str, Any] = {"attention_biases": True}
 QWEN3: dict[str, Any] = {"query_key_norms": True, "head_size": 16, "value_size": 12}
+GEMMA: dict[str, Any] = {
+    "output_norms": True,
+    "embedding_factor": 5.0,
+    "query_key_norms": True,
+    "activation": "GELUTanh",
+    "tie_embeddings": True,
+    "sliding_window": 6,
+    "full_attention_every": 2,
+    "window_rope_theta": 100.0,
+    "rope_scaling": {"kind": "Linear", "factor": 4.0},
+}
 LLAMA31: dict[str, Any] = {"rope_scaling": {"factor": 8.0, "original_length": 8}}
 YARN: dict[str, Any] = {
     "rope_scaling": {
@@ -39,6 +50,7 @@ _FAMILIES = {
     "attention biases (Qwen2)": QWEN2,
     "query and key norms (Qwen3)": QWEN3,
     "rotary scaling (Llama 3.1)": LLAMA31,
+    "Gemma 3": GEMMA,
     "latent attention": LATENT,
     "latent attention with latent queries": LATENT_QUERIES,
 }
@@ -66,6 +78,10 @@ _SMOKE = {
     ("query and key norms (Qwen3)", "tp"),
     ("query and key norms (Qwen3)", "tp-sp"),
     ("rotary scaling (Llama 3.1)", "tp-sp"),
+    ("Gemma 3", "tp"),
+    ("Gemma 3", "tp-sp"),
+    ("Gemma 3", "pp"),
+    ("Gemma 3", "zero3"),
     ("latent attention", "tp"),
     ("latent attention", "tp-sp"),
     ("latent attention with latent queries", "tp-sp-zero3"),

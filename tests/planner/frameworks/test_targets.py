@@ -96,6 +96,7 @@ def test_configurations_are_files() -> None:
     [
         ("deepspeed", "llama-2-7b", {"pipeline": 2, "tensor": 1, "zeroStage": 3}, "incompatible with its pipeline"),
         ("nanotron", "mistral-7b", {}, "`model.slidingWindow` has no key"),
+        ("megatron-lm", "gemma-3-4b", {}, "a gated feed-forward layer with `GELUTanh` has no flag"),
         ("nanotron", "llama-3.1-8b", {}, "rescaled rotary positions are not written"),
         ("nanotron", "llama-2-7b", {"zeroStage": 3}, "`parallelism.zeroStage` 2 and 3 have no counterpart"),
         ("torchtitan", "llama-2-7b", {}, "`llama-2-7b` has no configuration in torchtitan: use one of"),

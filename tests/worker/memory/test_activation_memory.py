@@ -70,10 +70,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def stage_with(**training: Any) -> DecoderStage:
+def stage_with(model: Architecture = MODEL, **training: Any) -> DecoderStage:
     with torch.device("meta"):
-        stage = DecoderStage(MODEL, torch.float32)
-    init_weights(stage, MODEL, 0, CPU)
+        stage = DecoderStage(model, torch.float32)
+    init_weights(stage, model, 0, CPU)
     spec = TrainingSpec(steps=1, global_batch_size=ROWS, sequence_length=LENGTH, **training)
     apply_memory_options(stage, spec, CPU)
     if spec.dropout:
@@ -108,16 +108,18 @@ def test_a_group_keeps_its_input(how: HOW, every: int) -> None:
 @pytest.mark.parametrize(
     ("how", "every"), [(HOW.NONE, 1), (HOW.SELECTIVE, 1), (HOW.FULL, 1), (HOW.EVERY_K, 4), (HOW.SQRT, 1)]
 )
-def test_layers_keep_what_the_planner_counts(how: HOW, every: int) -> None:
+@pytest.mark.parametrize("output_norms", [False, True])
+def test_layers_keep_what_the_planner_counts(how: HOW, every: int, output_norms: bool) -> None:
+    model = MODEL.model_copy(update={"output_norms": output_norms})
     spec = TrainingSpec(
         steps=1, global_batch_size=ROWS, sequence_length=LENGTH, activation_checkpointing=how, checkpoint_every=every
     )
-    job = TrainingJob.from_parts(MODEL, spec, ParallelismSpec(), 1)
+    job = TrainingJob.from_parts(model, spec, ParallelismSpec(), 1)
     each = layer_activations(
         job.work.model, False, LENGTH, 1, False, job.training.precision, job.fixed.fp8, job.runtime
     )
-    counted = TOKENS * saved_bytes(each, MODEL.layers, job.strategy(Layout(), 1))
-    kept = kept_by_layers(stage_with(activation_checkpointing=how, checkpoint_every=every))
+    counted = TOKENS * saved_bytes(each, model.layers, job.strategy(Layout(), 1))
+    kept = kept_by_layers(stage_with(model, activation_checkpointing=how, checkpoint_every=every))
     assert kept == pytest.approx(counted, rel=0.05)
 
 

@@ -17,11 +17,11 @@ from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.models.attention import Attention, LatentAttention
 from meshwright_worker.models.layers import Linear, NoDropout, PositionEmbedding, TokenEmbedding, TokenLoss, build_norm
 from meshwright_worker.models.moe import build_feed_forward
-from meshwright_worker.models.rotary import RotaryEmbedding
+from meshwright_worker.models.rotary import RotaryEmbedding, rotary_embeddings
 
 
 class Block(nn.Module):
-    """A pre-norm residual block."""
+    """A pre-norm residual block. The sub-layers' outputs may be normalized, too."""
 
     def __init__(self, model: Architecture, rotary: RotaryEmbedding | None, layer: int) -> None:
         super().__init__()
@@ -32,14 +32,20 @@ class Block(nn.Module):
         self.feed_forward = build_feed_forward(model, layer)
         self.attention_dropout: nn.Module = NoDropout()
         self.feed_forward_dropout: nn.Module = NoDropout()
+        self.attention_output_norm = build_norm(model) if model.output_norms else None
+        self.feed_forward_output_norm = build_norm(model) if model.output_norms else None
 
     def forward(self, x: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
         """[batch, positions, hidden] -> the same shape."""
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), token_metadata), token_metadata)
-        attended: torch.Tensor = x + self.feed_forward_dropout(
-            self.feed_forward(self.feed_forward_norm(x)), token_metadata
-        )
-        return attended
+        attended = self.attention(self.attention_norm(x), token_metadata)
+        if self.attention_output_norm is not None:
+            attended = self.attention_output_norm(attended)
+        x = x + self.attention_dropout(attended, token_metadata)
+        fed = self.feed_forward(self.feed_forward_norm(x))
+        if self.feed_forward_output_norm is not None:
+            fed = self.feed_forward_output_norm(fed)
+        summed: torch.Tensor = x + self.feed_forward_dropout(fed, token_metadata)
+        return summed
 
 
 LayerRunner = Callable[[Sequence[Block], torch.Tensor, TokenMetadata], torch.Tensor]
@@ -79,21 +85,26 @@ class DecoderStage(nn.Module):
         self.tied = model.tie_embeddings
         self.run_layers: LayerRunner = run_in_order
         self.chunked_loss: nn.Module | None = None
-        rotates = model.rope_size > 0
-        rotary = RotaryEmbedding(model.rope_size, model.rope_theta, model.rope_scaling) if rotates else None
-        self.rotary = rotary
+        self.rotary, self.window_rotary = rotary_embeddings(model)
         if self.is_first or (self.is_last and self.tied):
             self.embedding = TokenEmbedding(model.vocab_size, model.hidden_size)
         if self.is_first:
             self.embedding_dropout: nn.Module = NoDropout()
             self.positions = PositionEmbedding(model.positions, model.hidden_size) if model.positions else None
+        # Rounded to the format that it is multiplied in, as published code does.
+        self.embedding_factor = float(torch.tensor(model.embedding_factor, dtype=compute, device="cpu"))
         layer_indices = split_layers(model.layers, stages)[stage] if layer_indices is None else layer_indices
-        self.layers = nn.ModuleDict({str(index): Block(model, rotary, index) for index in layer_indices})
+        self.layers = nn.ModuleDict(
+            {str(index): Block(model, self._rotary_of(model, index), index) for index in layer_indices}
+        )
         if self.is_last:
             self.norm = build_norm(model)
             self.output = Linear(model.hidden_size, model.vocab_size)
             self.loss = TokenLoss()
         self.tie()
+
+    def _rotary_of(self, model: Architecture, layer: int) -> RotaryEmbedding | None:
+        return self.window_rotary if model.window_of(layer) else self.rotary
 
     def tie(self) -> None:
         """Use the token embedding as the output matrix, if the model ties them. Call again after parameters were
@@ -141,13 +152,17 @@ class DecoderStage(nn.Module):
         Before the layers: compiled layers would include the table in their graph, and compile twice. They also cache
         only the last micro-batch's, so what they do themselves would depend on which one has run before.
         """
-        if self.rotary is not None and token_metadata.positions is None and token_metadata.token_indices is not None:
-            self.rotary.table(token_metadata.token_indices.shape[1], x)
+        if token_metadata.positions is None and token_metadata.token_indices is not None:
+            for rotary in (self.rotary, self.window_rotary):
+                if rotary is not None:
+                    rotary.table(token_metadata.token_indices.shape[1], x)
         for layer in self.layers.values():
             layer.attention.core.prepare(token_metadata, x.device)  # type: ignore[union-attr, operator]
 
     def _embed(self, tokens: torch.Tensor, token_metadata: TokenMetadata) -> torch.Tensor:
         x: torch.Tensor = self.embedding(tokens).to(self.compute)
+        if self.embedding_factor != 1.0:
+            x = x * self.embedding_factor
         if self.positions is not None:
             x = x + self.positions(tokens, token_metadata.positions).to(self.compute)
         dropped: torch.Tensor = self.embedding_dropout(x, token_metadata)

@@ -1,4 +1,4 @@
-"""Rotary positions, and methods to extend them to a longer context (Llama 3.1, YaRN)."""
+"""Rotary positions, and methods to extend them to a longer context (position interpolation, Llama 3.1, YaRN)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ import torch
 from torch import nn
 
 from meshwright.api.model_parts import RopeScaling, RopeScalingSpec
+from meshwright.models.architecture import Architecture
+
+
+def rotary_embeddings(model: Architecture) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
+    """Return the rotary embeddings of layers that attend to all keys and of those with a sliding window; None without
+    rotary positions.
+    """
+    if not model.rope_size:
+        return None, None
+    full = RotaryEmbedding(model.rope_size, model.rope_theta, model.rope_scaling)
+    return full, RotaryEmbedding(model.rope_size, model.window_rope_theta) if model.window_rope_theta else full
 
 
 class RotaryEmbedding(nn.Module):
@@ -48,7 +59,7 @@ def rescale_frequencies(
     frequencies: torch.Tensor, scaling: RopeScalingSpec | None, theta: float = 10000.0
 ) -> torch.Tensor:
     """Return radians per position, with low frequencies reduced (arXiv 2407.21783, section 3.4.2; Llama 3.1's reference
-    code).
+    code), or all of them (`Linear`, arXiv 2306.15595).
 
     Frequencies with at least `high_frequency_factor` turns within the original length stay. Those with at most
     `low_frequency_factor` turns are divided by the factor. In between, the two are interpolated linearly: in the number
@@ -56,6 +67,8 @@ def rescale_frequencies(
     """
     if scaling is None:
         return frequencies
+    if scaling.kind is RopeScaling.LINEAR:
+        return frequencies / scaling.factor
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     if scaling.kind is RopeScaling.YARN:
         unscaled_share = _yarn_unscaled_share(frequencies, scaling, theta)

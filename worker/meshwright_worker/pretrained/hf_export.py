@@ -168,7 +168,7 @@ def _published(group: list[Piece], shapes: dict[str, torch.Size], reader: Reader
     whole = torch.empty(shape[::-1] if group[0][1].transposed else shape, dtype=dtype)
     for name, source, expert in group:
         parameter = reader(name)
-        source.write_into((parameter if expert is None else parameter[expert]).to(dtype), whole)
+        source.write_into(parameter if expert is None else parameter[expert], whole)
     return whole
 
 

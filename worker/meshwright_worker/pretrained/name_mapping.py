@@ -2,7 +2,8 @@
 
 The runtime rotates the two halves of a head, as published Llama, Mistral and Qwen weights require. DeepSeek's weights
 rotate neighboring elements, so the rows of their rotary parts are reordered. GPT-2 stores matrices transposed, and
-queries, keys and values as one, as Phi-3 does, which also stores the two matrices of SwiGLU as one.
+queries, keys and values as one, as Phi-3 does, which also stores the two matrices of SwiGLU as one. Gemma's norms are
+stored as differences from 1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from meshwright.models.huggingface.gpt2 import GPT2
 from meshwright.models.huggingface.model_type import ExpertTensors, ModelType
 from meshwright.models.huggingface.registry import model_type_of
 from meshwright.models.mixture import is_mixture
+from meshwright_worker.dtypes import upcast
 
 _DENSE = {f"feed_forward.{name}.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 
@@ -36,15 +38,16 @@ class TensorSource:
     """Number of parameters in the published tensor, one after the other."""
     total: int | None = None
     """Rows of all of them together; None if they all have the same shape."""
+    offset: float = 0.0
+    """How much less the published numbers are than the parameter's."""
     order: torch.Tensor | None = None
     """int64 [rows]: which row of the published tensor each row is; None for `first`, `first + 1`, ..."""
 
     def rows(self, published: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return rows `start` to `stop - 1` of the parameter."""
         view = published.T if self.transposed and published.ndim == 2 else published
-        if self.order is None:
-            return view[self.first + start : self.first + stop]
-        return view[self.order[start:stop]]
+        rows = view[self.first + start : self.first + stop] if self.order is None else view[self.order[start:stop]]
+        return upcast(rows) + self.offset if self.offset else rows
 
     def published_rows(self, rows: int) -> int:
         """Return the rows of the published tensor, after the transposition, if the parameter has `rows`."""
@@ -53,6 +56,7 @@ class TensorSource:
     def write_into(self, parameter: torch.Tensor, published: torch.Tensor) -> None:
         """Write the full parameter into its rows: the reverse of reading it."""
         view = published.T if self.transposed and published.ndim == 2 else published
+        parameter = (parameter - self.offset if self.offset else parameter).to(published.dtype)
         if self.order is None:
             view[self.first : self.first + len(parameter)] = parameter
         else:
@@ -87,20 +91,17 @@ def published_tensors(model: Architecture, model_type: ModelType | None = None) 
 
 def _llama(model: Architecture, model_type: ModelType) -> Iterator[tuple[str, TensorSource | StackedSource]]:
     yield "embedding.weight", TensorSource("embed_tokens.weight")
-    yield "norm.weight", TensorSource("norm.weight")
+    yield "norm.weight", TensorSource("norm.weight", offset=model_type.norm_offset)
     if not model.tie_embeddings:
         yield "output.weight", TensorSource("lm_head.weight")
-    names = {
-        "attention_norm.weight": "input_layernorm.weight",
-        "feed_forward_norm.weight": "post_attention_layernorm.weight",
-        "attention.output.weight": "self_attn.o_proj.weight",
-    }
     for layer in range(model.layers):
         attention = _latent_attention(model)
         if model.latent is None:
-            attention = _fused_attention(model) if model_type.fused else _plain_attention(model)
-        for ours, theirs in names.items():
-            yield f"layers.{layer}.{ours}", TensorSource(f"layers.{layer}.{theirs}")
+            attention = _fused_attention(model) if model_type.fused else _plain_attention(model, model_type.norm_offset)
+        for ours, theirs in model_type.norms.items():
+            source = TensorSource(f"layers.{layer}.{theirs}.weight", offset=model_type.norm_offset)
+            yield f"layers.{layer}.{ours}.weight", source
+        yield f"layers.{layer}.attention.output.weight", TensorSource(f"layers.{layer}.self_attn.o_proj.weight")
         for ours, source in attention:
             yield (
                 f"layers.{layer}.attention.{ours}",
@@ -140,14 +141,14 @@ def _mixture(
         yield f"{ours}.experts.{name}", StackedSource(tuple(parts))
 
 
-def _plain_attention(model: Architecture) -> Iterator[tuple[str, TensorSource]]:
+def _plain_attention(model: Architecture, norm_offset: float) -> Iterator[tuple[str, TensorSource]]:
     for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
         yield f"{ours}.weight", TensorSource(f"{theirs}.weight")
         if model.attention_biases:
             yield f"{ours}.bias", TensorSource(f"{theirs}.bias")
     if model.query_key_norms:
-        yield "query_norm.weight", TensorSource("q_norm.weight")
-        yield "key_norm.weight", TensorSource("k_norm.weight")
+        yield "query_norm.weight", TensorSource("q_norm.weight", offset=norm_offset)
+        yield "key_norm.weight", TensorSource("k_norm.weight", offset=norm_offset)
 
 
 def _fused_attention(model: Architecture) -> Iterator[tuple[str, TensorSource]]:

@@ -39,6 +39,8 @@ _ROW_PARALLEL = ("output", "down")
 """Row-parallel matrices of a sub-layer: each rank computes a part of a sum, to which the bias is added once."""
 _REPLICATED = ("query_down", "kv_down", "query_norm", "key_norm", "kv_norm")
 """Replicated on every rank of a tensor group, which uses them for its own heads."""
+_STREAM_NORMS = ("norm", "attention_norm", "feed_forward_norm", "attention_output_norm", "feed_forward_output_norm")
+"""Norms of the residual stream, and of what is added to it."""
 _REPLICATED_ADAPTER_MATRIX = (DOWN, UP)
 """The adapter's matrix that is replicated if the adapted matrix is split by rows, and if it is split by columns."""
 
@@ -115,7 +117,7 @@ def _residual_stream_parameters(stage: DecoderStage) -> list[nn.Parameter]:
     found = [parameter for module in modules for parameter in module.parameters()]
     for path, module in stage.named_modules():
         name = path.rpartition(".")[2]
-        if name in ("norm", "attention_norm", "feed_forward_norm"):
+        if name in _STREAM_NORMS:
             found += module.parameters()
         elif name in _ROW_PARALLEL and module.bias is not None:
             found.append(module.bias)
