@@ -13,7 +13,6 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface.config_fields import ConfigError, ConfigFields
 from meshwright.models.huggingface.model_type import (
     ModelType,
-    activation_name,
     read_activation,
     read_numbers,
     write_numbers,
@@ -93,7 +92,8 @@ def _write(model: Architecture) -> dict[str, Any]:
     return {
         **numbers,
         "head_dim": model.head_size,
-        "hidden_activation": activation_name(model.activation),
+        # Inference servers accept no other name of the same function.
+        "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round(model.head_size / (scaling.score_factor if scaling else 1.0) ** 2),
         "rope_local_base_freq": model.window_rope_theta or model.rope_theta,
         # Without a window no layer has one, whatever its size.
