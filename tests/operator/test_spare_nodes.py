@@ -11,6 +11,7 @@ from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.scheduling.policy import Bounds, Policy
 from meshwright_operator.scheduling.reservations import reserved_for_others, reserved_spares, spares_allowed
 from tests.operator.test_gang_races import small
+from tests.operator.test_owned_objects import collect, delete_job
 from tests.operator.world import JOBS, World
 
 
@@ -40,6 +41,32 @@ async def test_other_jobs_keep_off_spares_until_the_job_is_over() -> None:
     await world.run(200)
     assert world.true("kept", "Complete")
     assert world.true("other", "Complete")
+
+
+async def test_a_job_that_fills_the_cluster_leaves_its_spare_node() -> None:
+    """It grows as nodes become free, all but one, and a lost node is replaced by that one, without a smaller size."""
+    world = World(9, nodes=4, work=10**6)
+    body = small("fills", 1, recovery={"spareNodes": 1})
+    body["spec"]["elastic"] = {"pauseSeconds": 30, "maxReplicas": 4, "fill": True}
+    body["spec"]["checkpoint"] = {"claimName": "shared"}
+    world.submit(small("other", 1))
+    await world.run(15)
+    world.submit(body)
+    await world.run(60)
+    assert len(nodes_of(world, "fills")) == 2
+    delete_job(world, "other")
+    await collect(world, "other")
+    await world.run(120)
+    assert world.true("fills", "Ready")
+    assert len(nodes_of(world, "fills")) == 3
+    (spare,) = world.status("fills")["placement"]["spares"]
+    victim = world.status("fills")["placement"]["workers"][1]
+    lose(world, victim["node"])
+    world.crash(victim["pod"])
+    await world.run(60)
+    assert world.true("fills", "Ready")
+    assert len(nodes_of(world, "fills")) == 3
+    assert spare in nodes_of(world, "fills")
 
 
 async def test_a_lost_node_is_replaced_by_the_spare_although_others_wait() -> None:

@@ -90,9 +90,7 @@ def run_attempt(attempt: Attempt, view: ClusterView) -> Outcome:
     if may_fit(request, free, rest) or attempt.explain:
         inventory = free.inventory(rest)
         try:
-            placement = placement_for(request, inventory, attempt.calibration)
-            placement = with_spares(placement, inventory, attempt.spares)
-            return Outcome(placement, warnings=inventory.warnings)
+            return Outcome(_placed(attempt, inventory), warnings=inventory.warnings)
         except DoesNotFitError as error:
             outcome = Outcome(
                 message=str(error),
@@ -109,6 +107,27 @@ def run_attempt(attempt: Attempt, view: ClusterView) -> Outcome:
     if attempt.reserves:
         outcome = replace(outcome, reserved=_chosen(attempt, free, rest))
     return outcome
+
+
+def _placed(attempt: Attempt, inventory: Inventory) -> Placement:
+    """The placement with its spare nodes. A size beyond `replicas` (`elastic.fill`) must leave them free.
+
+    Raises:
+        DoesNotFitError: No size fits so.
+    """
+    request = attempt.request
+    while True:
+        placement = with_spares(placement_for(request, inventory, attempt.calibration), inventory, attempt.spares)
+        replicas = placement.plan.layout.data
+        if request.spares_beyond is None or replicas <= request.spares_beyond:
+            return placement
+        if len(placement.spares) >= attempt.spares:
+            return placement
+        smaller = tuple(size for size in request.sizes if size.replicas < replicas)
+        if not smaller:
+            message = f"{counted(replicas, 'replica')} would use the nodes that `recovery.spareNodes` asks for"
+            raise DoesNotFitError(message, unplaced_workers=0, replicas_that_fit=request.spares_beyond)
+        request = replace(request, plan=smaller[0].plan, sizes=smaller)
 
 
 def _victims(

@@ -26,9 +26,10 @@ from meshwright.planner.plan import Plan
 from meshwright_operator.decide.admission import Domain
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.gang_actions import Place, Size, size_of
-from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.observed import Observed, has_started
 from meshwright_operator.decide.placement_outcome import NotGranted
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
+from meshwright_operator.decide.sizing import current_size, elastic_of
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.scheduling.policy import Policy
 from meshwright_operator.scheduling.preemption import Victim
@@ -55,7 +56,8 @@ class PlacementRequest:
     """Of an elastic job, the sizes to try, the preferred one first. The first one that fits is granted."""
     grows: bool = False
     """Whether the job trains, and asks for more replicas. Jobs of the same priority that wait come first."""
-
+    spares_beyond: int | None = None
+    """The number of replicas above which it leaves its spare nodes free (`elastic.fill`); None if there is none."""
     restarts: bool = False
     """Whether its own pods are deleted first, because an edit restarts the gang."""
     other_plans: Sequence[Plan] = ()
@@ -103,6 +105,7 @@ class PlacementRequest:
             assigned_nodes=assigned_nodes or {},
             sizes=sizes,
             grows=grows,
+            spares_beyond=_spares_beyond(observed),
             restarts=restarts,
             previous=PreviousPlacement.of_status(observed.status.placement),
         )
@@ -151,6 +154,7 @@ class PlacementRequest:
             self.restarts == other.restarts
             and self.assigned_nodes == other.assigned_nodes
             and self.grows == other.grows
+            and self.spares_beyond == other.spares_beyond
             and [(one.plan_workers, one.kept) for one in self.sizes]
             == [(one.plan_workers, one.kept) for one in other.sizes]
             and self.spec == other.spec
@@ -159,6 +163,13 @@ class PlacementRequest:
             and self.previous == other.previous
             and self.domains == other.domains
         )
+
+
+def _spares_beyond(observed: Observed) -> int | None:
+    """See `PlacementRequest.spares_beyond`. A job that has lost a node takes its spare node to keep its size."""
+    if observed.elastic is None or not elastic_of(observed).fill:
+        return None
+    return max(observed.elastic.replicas, current_size(observed) if has_started(observed.status) else 0)
 
 
 class Basis(NamedTuple):
