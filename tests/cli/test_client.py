@@ -485,6 +485,39 @@ async def test_a_job_that_ended_and_was_deleted_between_two_watches_has_ended(se
             assert found.complete
 
 
+@pytest.mark.parametrize("forgotten", [False, True], ids=["the server remembers", "the server forgot"])
+async def test_between_two_watches_of_all_jobs_nothing_is_missed_or_repeated(server, namespace, forgotten):
+    """Only a list, which a server that has forgotten needs, cannot tell what was between it and the last change."""
+    async with AsyncClient(kubeconfig=server.kubeconfig, namespace=namespace) as client:
+        for name in ("one", "two"):
+            await client.submit(job(name))
+        real, watches, seen = client.server.watch, [], []
+        path = f"/apis/meshwright.dev/v1alpha1/namespaces/{namespace}/paralleltrainingjobs/two"
+
+        async def watch(*words: Any, **more: Any) -> Any:
+            watches.append(words)
+            if len(watches) == 1:
+                for step in (1, 2):
+                    await asyncio.to_thread(server.patch, f"{path}/status", {"status": running(step)})
+                return
+            if forgotten and len(watches) == 2:
+                raise RejectedError("too old", HTTPStatus.GONE)
+            async for event in real(*words, **more):
+                yield event
+
+        client.server.watch = watch
+        async for found, deleted in client.watch_all():
+            seen.append((found.name, found.status.step or 0, deleted))
+            if len(watches) > 1 and found.status.step == 2:
+                break
+    assert seen == [
+        ("one", 0, False),
+        ("two", 0, False),
+        *([] if forgotten else [("two", 1, False)]),
+        ("two", 2, False),
+    ]
+
+
 async def _first(items: Any) -> Any:
     async for item in items:
         yield item

@@ -121,25 +121,29 @@ class JobReader:
 
     async def watch_all(self, *, all_namespaces: bool = False, selector: str = "") -> AsyncIterator[tuple[Job, bool]]:
         """Yield each job of the namespace, or of all, now and after each change, with whether it was deleted."""
-        space, known = None if all_namespaces else self.namespace, dict[str, Job]()
+        space, known, revision = None if all_namespaces else self.namespace, dict[str, Job](), ""
         while True:
-            items, revision = await self.server.collect(JOBS, space, selector=selector)
-            now = {job.uid: job for job in map(Job, items)}
-            for uid in known.keys() - now.keys():
-                yield known[uid], True
-            for job in sorted(now.values(), key=lambda job: (job.namespace, job.name)):
-                yield job, False
-            known = now
+            if not revision:
+                items, revision = await self.server.collect(JOBS, space, selector=selector)
+                now = {job.uid: job for job in map(Job, items)}
+                for uid in known.keys() - now.keys():
+                    yield known[uid], True
+                for job in sorted(now.values(), key=lambda job: (job.namespace, job.name)):
+                    if job.uid not in known or job.revision != known[job.uid].revision:
+                        yield job, False
+                known = now
             try:
                 async for event, item in self.server.watch(JOBS, revision, space, selector=selector):
                     job, deleted = Job(item), event == "DELETED"
-                    known[job.uid] = job
+                    revision, known[job.uid] = job.revision, job
                     if deleted:
                         del known[job.uid]
                     yield job, deleted
+                # The next watch begins after the last change, so that none is missed.
             except RejectedError as error:
                 if error.status != HTTPStatus.GONE:
                     raise
+                revision = ""
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _missing(self, name: str) -> NotFoundError:
