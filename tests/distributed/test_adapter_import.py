@@ -24,7 +24,7 @@ from tests.distributed.test_adapter_export import EVERY, exported, trained
 from tests.distributed.test_base_weights import refused
 from tests.distributed.test_pretrained import published_run
 from tests.pretrained.peft_files import ALPHA, LLAMA_ENDS, RANK, merged_by_hand, random_adapter, write_adapter
-from tests.pretrained.published import DEEPSEEK_V2, GPT2, LLAMA, MIXTRAL, PHI3, random_weights, write_model
+from tests.pretrained.published import DEEPSEEK_V2, GEMMA3, GPT2, LLAMA, MIXTRAL, PHI3, random_weights, write_model
 from tests.tiers import mostly_long
 
 # A rate of next to nothing: after the steps, the parameters are those that were read.
@@ -40,6 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str], dict[str, Any]]] = 
     "gpt2, ZeRO-3": (GPT2, EVERY, GPT2_ENDS, {"tensor": 2, "data": 2, "zero": 3}),
     "phi3": (PHI3, EVERY, PHI3_ENDS, {"tensor": 2}),
     "phi3, ZeRO-3": (PHI3, EVERY, PHI3_ENDS, {"tensor": 2, "data": 2, "zero": 3}),
+    "gemma3": (GEMMA3, EVERY, ALL, {"tensor": 2, "data": 2, "zero": 3}),
     "mixtral": (MIXTRAL, EVERY[:4], ATTENTION, {"tensor": 2, "data": 2, "expert": 2}),
     "deepseek-v2": (DEEPSEEK_V2, ["Query", "Output"], ["q_b_proj", "o_proj"], {"data": 2, "zero": 3}),
 }  # fmt: skip
