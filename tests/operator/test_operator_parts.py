@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kubernetes.aio.client import Configuration
 
 from meshwright.api.parsing import parse_status
-from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.api.status import CheckpointStatus, Condition, ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState, Phase
 from meshwright_operator import settings
 from meshwright_operator.controller.http_server import serve_application
@@ -473,6 +473,26 @@ def test_the_chronicle_tells_where_a_recovery_spent_its_time() -> None:
         "(generation 2, PodLost)"
     )
     assert timeline.update(trains, 206.0) == []
+
+
+def test_checkpoints_are_reported_once_a_minute_and_the_last_one_with_the_end_of_the_job() -> None:
+    """A finished job may never be looked at again."""
+    timeline, steps = StartTimeline(), []
+    time = "2026-01-01T00:00:00Z"
+    last = Condition(type="Complete", status="True", reason="Completed", message="", last_transition_time=time)
+    for clock, step, conditions in (
+        (0.0, 10, []), (70.0, 20, []), (80.0, 30, []), (90.0, 40, []), (91.0, 50, [last]), (92.0, 50, [last]),
+    ):  # fmt: skip
+        status = running_status()
+        status = status.model_copy(
+            update={
+                "checkpoint": CheckpointStatus(step=step, time=time, path="p"),
+                "conditions": [*status.conditions, *conditions],
+            }
+        )
+        draft = replace_draft(decide(observed(status=status)), status=status)
+        steps += [(clock, note.message.rpartition(" ")[2]) for note in timeline.update(draft, clock)]
+    assert steps == [(70.0, "20"), (91.0, "50")]
 
 
 def test_a_worker_that_joins_and_waits_delays_no_detection() -> None:

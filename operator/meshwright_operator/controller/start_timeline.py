@@ -1,7 +1,8 @@
 """Events with the seconds of each phase of a start or recovery, after its first step, and events of new checkpoints.
 
-Checkpoints are reported at most once a minute. The state is in memory only: after a restart of the operator, phases
-that it has not observed are left out.
+Checkpoints are reported at most once a minute, and the last one when the job has finished: nothing need be decided
+about it later. The state is in memory only: after a restart of the operator, phases that it has not observed are left
+out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from meshwright.api.conditions import READY, is_true
 from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.lifecycle import finished
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.kube.job_event import JobEvent
 
@@ -90,7 +92,8 @@ class StartTimeline:
         if checkpoint is None or checkpoint.step == self.checkpoint:
             return []
         seen_first = self.checkpoint is None and decision.observed.status.checkpoint is not None
-        if not seen_first and clock - self.checkpoint_posted_at < CHECKPOINT_EVENT_SECONDS:
+        waits = clock - self.checkpoint_posted_at < CHECKPOINT_EVENT_SECONDS and not finished(decision.status)
+        if waits and not seen_first:
             return []
         self.checkpoint = checkpoint.step
         if seen_first:
