@@ -19,7 +19,7 @@ from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.jobs.list_view import list_lines
 from meshwright_cli.jobs.output import line_as_lines, wrapped
 from meshwright_cli.jobs.placement_tree import placement_tree
-from meshwright_cli.jobs.status_view import JobView, next_step, status_lines
+from meshwright_cli.jobs.status_view import JobView, last_failure, next_step, status_lines
 from meshwright_cli.jobs.top_view import TopView, top_lines
 from meshwright_cli.parameters import Duration
 from meshwright_cli.text import duration
@@ -370,6 +370,8 @@ def test_the_recorded_failure_is_chosen_and_pointed_to():
     shown = " ".join(" ".join(status_lines(JobView(job, pods("Running", "Running")), NOW, 80)).split())
     assert "Failure Hang of rank 3 10m ago, in mesh generation 2: meshwright logs lm --failed-first" in shown
     assert dict(facts(job, ClusterView()))["Failure"].endswith("meshwright logs lm --failed-first")
+    nobody = made(running(lastFailure=failure | {"worker": None, "rank": None}))
+    assert last_failure(nobody, NOW).startswith("Hang 10m ago, in mesh generation 2: ")
 
 
 @pytest.mark.parametrize(
