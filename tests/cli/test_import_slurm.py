@@ -209,6 +209,16 @@ def test_a_page_with_a_script_is_none(tmp_path: Path) -> None:
     assert "unknown format: expected a batch script of Slurm" in result.output
 
 
+def test_processes_without_a_number_are_asked_for(tmp_path: Path) -> None:
+    comments, _ = imported(tmp_path, "torchrun --standalone --nproc-per-node=gpu train.py")
+    assert any("does not state the GPUs of a node: pass --gpus" in comment for comment in comments)
+
+
+def test_every_command_that_prepares_the_environment_is_named(tmp_path: Path) -> None:
+    comments, _ = imported(tmp_path, "module load a\nsource env/bin/activate\ntorchrun --nproc-per-node=2 train.py")
+    assert "to do: bring into the image what the script sets up: module load a; source env/bin/activate" in comments
+
+
 @pytest.mark.parametrize(
     ("text", "replicas", "gpus", "words"),
     [

@@ -148,7 +148,8 @@ def read(text: str, all_gpus: int | None) -> Imported:
         "recovery": {"maxRestarts": 0} if "no-requeue" in options else {},
     }
     spec, found = read_gang(gang)
-    if not gpus and "--nproc-per-node" not in without_launcher(line.command()).options:
+    # `--nproc-per-node=gpu` and a variable of the node say no number.
+    if not gpus and not without_launcher(line.command()).options.get("--nproc-per-node", "").isdigit():
         notes.append(_NO_GPUS)
     found = [note for note in found if not note.startswith(("the pods request no GPUs", "the shell's script runs"))]
     if command := spec.get("runtime", {}).get("command"):
@@ -194,7 +195,9 @@ def _notes(script: BatchScript, main: Line) -> Iterator[str]:
     setup = [line for line in script.lines if line is not main and line.program in _SETUP]
     others = [line for line in script.lines if line is not main and line.program not in _SETUP]
     if setup:
-        yield f"to do: bring into the image what the script sets up: {quoted([setup[0].text])}"
+        named = "; ".join(quoted([line.text]) for line in setup[:_MOST_NAMED])
+        more = f", and {len(setup) - _MOST_NAMED} more" if len(setup) > _MOST_NAMED else ""
+        yield f"to do: bring into the image what the script sets up: {named}{more}"
     for line in others[:_MOST_NAMED]:
         started = "srun " if line.options is not None else ""
         yield f"to do: the job does not run `{quoted([started + line.text])}`: run it before, or in the command"
