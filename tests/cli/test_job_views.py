@@ -374,6 +374,13 @@ def test_the_recorded_failure_is_chosen_and_pointed_to():
     assert last_failure(nobody, NOW).startswith("Hang 10m ago, in mesh generation 2: ")
 
 
+def test_a_job_that_ended_without_a_checkpoint_does_not_wait_for_one():
+    ended = running() | {"conditions": [condition("Complete", "True", "Completed")], "checkpoint": None}
+    for status, text in ((running(checkpoint=None), "none yet"), (ended, "none was reported")):
+        shown = status_lines(JobView(made(status, checkpoint={"claimName": "c"}), []), NOW, 80)
+        assert [line.split(maxsplit=1)[1] for line in shown if line.startswith("Checkpoint")] == [text]
+
+
 @pytest.mark.parametrize(
     ("limit", "text"),
     [

@@ -216,7 +216,9 @@ def _silence(job: Job, now: datetime) -> list[str]:
 def _checkpoint(job: Job, now: datetime) -> str:
     saved = job.status.checkpoint
     if saved is None:
-        return "none yet" if job.raw.get("spec", {}).get("checkpoint") else "none: `spec.checkpoint` is not set"
+        if not job.raw.get("spec", {}).get("checkpoint"):
+            return "none: `spec.checkpoint` is not set"
+        return "none was reported" if job.finished else "none yet"
     return f"step {saved.step:,}, {age(parse_time(saved.time), now)} ago, {printable(saved.path)}"
 
 
