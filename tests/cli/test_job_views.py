@@ -274,6 +274,13 @@ def test_step_times_are_those_since_the_last_sample():
     assert [one.step_seconds for one in rank_times(now, now)] == pytest.approx([0.75, 0.75])
 
 
+def test_ranks_of_a_command_that_report_no_steps_are_no_stragglers():
+    times = rank_times(samples([20, 0], [0.5, 0.0]), {})
+    for spec, says in ({}, "1 straggler: rank 1"), ({"runtime": {"command": ["python"]}}, "0 stragglers"):
+        shown = top_lines(TopView(JobView(made(**spec), pods("Running", "Running")), times), NOW, 80, 24)
+        assert shown[1] == f"2 ranks, {says}"
+
+
 def test_stragglers_are_slow_behind_or_down():
     times = rank_times(samples([20] * 4, [0.5, 0.5, 0.5, 0.8]), {})
     assert stragglers(times) == {3}
