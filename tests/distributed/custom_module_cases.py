@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +17,7 @@ from meshwright.api.training import OptimizerSpec
 from meshwright_worker.custom_module.compare import differences
 from meshwright_worker.custom_module.plan import ParallelPlan
 from meshwright_worker.custom_module.trainer import CustomModuleTrainer
-from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.distributed.mesh import TENSOR, Mesh
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.loss_anomalies import DivergedError
 from tests.distributed.cases import whole_of
@@ -272,6 +273,9 @@ def try_what_is_wrong(task: RankTask) -> dict[str, str]:
         said["unsummed"] = refused(lambda: trainer.evaluate([batch]))
         said["optimizer"] = refused(lambda: trainer_of(mesh, build, PLAN, 0, optimizer=OptimizerSpec(name="Muon")))
         said["offload"] = refused(lambda: trainer_of(mesh, build, PLAN, 0, optimizer=OptimizerSpec(offload="CPU")))
+        split = nn.Linear(2, 2)
+        split.weight = nn.Parameter(distribute_tensor(split.weight.detach(), mesh.device_mesh[TENSOR]))
+        said["split"] = refused(lambda: trainer_of(mesh, lambda: split, ParallelPlan(), 0))
         said["extra"] = refused(lambda: trainer_of(mesh, lambda: nn.Sequential(Extra(1, 1)), ParallelPlan(), 0))
         return said
 

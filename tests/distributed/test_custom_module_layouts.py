@@ -255,6 +255,7 @@ def test_what_would_be_wrong_is_rejected_on_every_rank(pool: RankPool) -> None:
     assert "it returned (one tensor of shape [8, 5, 12], an int)" in first["unsummed"]
     assert "`optimizer.name` is Muon: a custom module is trained with AdamW" in first["optimizer"]
     assert "`optimizer.offload` is CPU" in first["offload"]
+    assert "`weight` is split already" in first["split"]
     assert "`0` has `get_extra_state`" in first["extra"]
     assert first["changed"] == ""
 

@@ -124,6 +124,7 @@ def check_plan(module: nn.Module, plan: ParallelPlan, mesh: Mesh, zero_stage: in
     if zero_stage not in ZERO_STAGES:
         raise ValueError(f"`zero_stage` must be one of {', '.join(map(str, ZERO_STAGES))}, got {zero_stage}")
     _check_formats(module)
+    _check_unsplit(module)
     _check_gradients(module)
     _check_state(module)
     parts = resolve(module, plan)
@@ -151,6 +152,15 @@ def _check_formats(module: nn.Module) -> None:
             raise ValueError(
                 f"`{first}` is {expected} and `{name}` is {parameter.dtype}: convert trained parameters to one format "
                 "with `.to()`, and use autocast in `forward` to compute in another"
+            )
+
+
+def _check_unsplit(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"`{name}` is split already, as by `fully_shard`: give the trainer the module before that, which it "
+                "splits by `plan` and `zero_stage`"
             )
 
 
