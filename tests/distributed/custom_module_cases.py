@@ -271,6 +271,9 @@ def try_what_is_wrong(task: RankTask) -> dict[str, str]:
         said["mean"] = refused(lambda: trainer.step(1, [batch]))
         trainer._loss = lambda module, tokens: (module(tokens), tokens.numel())
         said["unsummed"] = refused(lambda: trainer.evaluate([batch]))
+        many = (1 << 24) + 1  # more than fp32 counts
+        trainer._loss = lambda *_: (torch.tensor(float(many), dtype=torch.float64), many)
+        said["many"] = str(trainer.evaluate([batch]))
         said["optimizer"] = refused(lambda: trainer_of(mesh, build, PLAN, 0, optimizer=OptimizerSpec(name="Muon")))
         said["offload"] = refused(lambda: trainer_of(mesh, build, PLAN, 0, optimizer=OptimizerSpec(offload="CPU")))
         split = nn.Linear(2, 2)
@@ -294,7 +297,7 @@ def diverge_and_go_on(task: RankTask, zero: int) -> tuple[list[float], list[floa
     losses: tuple[list[float], list[float]] = ([], [])
     with kept_mesh(task) as mesh:
         for diverges, told in zip((False, True), losses, strict=True):
-            trainer = trainer_of(mesh, lambda: Tangle(batch_norm=False), PLAN, zero)
+            trainer = trainer_of(mesh, Tangle, PLAN, zero)
             told.append(trainer.step(1, share_of(mesh, rows_of(1), 4)))
             if diverges:
                 trainer._loss = lambda module, batch: (
@@ -306,6 +309,7 @@ def diverge_and_go_on(task: RankTask, zero: int) -> tuple[list[float], list[floa
                 except DivergedError:
                     trainer._loss = tangle_loss
             told.append(trainer.step(2, share_of(mesh, rows_of(2), 4)))
+            told.append(trainer.evaluate(share_of(mesh, rows_of(0), 4)))
     return losses
 
 

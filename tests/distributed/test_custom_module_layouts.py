@@ -253,6 +253,7 @@ def test_what_would_be_wrong_is_rejected_on_every_rank(pool: RankPool) -> None:
     assert "fixed.weight, fixed.bias was frozen when the trainer was created" in first["thawed"]
     assert "it returned one tensor of shape []" in first["mean"]
     assert "it returned (one tensor of shape [8, 5, 12], an int)" in first["unsummed"]
+    assert first["many"] == "1.0"
     assert "`optimizer.name` is Muon: a custom module is trained with AdamW" in first["optimizer"]
     assert "`optimizer.offload` is CPU" in first["offload"]
     assert "`weight` is split already" in first["split"]

@@ -96,7 +96,7 @@ class CustomModuleTrainer:
         rank.
 
         Raises:
-            DivergedError: loss or gradients are not finite; no parameter was changed.
+            DivergedError: loss or gradients are not finite; no parameter and no batch norm was changed.
             ValueError: ranks of the same replica differ in their losses, numbers of batches or buffers.
         """
         self._check_count(batches)
@@ -117,6 +117,7 @@ class CustomModuleTrainer:
         mean, norm = loss_sum / max(1.0, targets), math.sqrt(squares) / max(1.0, targets)
         if not math.isfinite(mean + norm):
             self._parallel_module.optimizer.clear_gradients()
+            self._statistics.undo()
             raise DivergedError(f"step {number}: loss {mean}, gradient norm {norm}")
         scale_and_clip(gradients, 1.0 / max(1.0, targets), norm, self._spec.gradient_clip)
         self._parallel_module.optimizer.step(gradients, learning_rate(number, self._steps, self._spec))
@@ -218,7 +219,7 @@ class CustomModuleTrainer:
         sums = torch.cat(
             [
                 torch.stack([total * first, total, total.abs(), squares.to(total)]),
-                torch.tensor([predicted * first, *used]).to(total),
+                torch.tensor([predicted * first, *used], dtype=total.dtype).to(total),
             ]
         )
         dist.all_reduce(sums)
