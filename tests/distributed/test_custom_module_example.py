@@ -132,3 +132,24 @@ def test_a_script_that_no_launcher_started_says_how_to_start_it(monkeypatch: pyt
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="needs 2 ranks, but there are 1: .*`replicas` 2"):
         task_from_environment(run)
+
+
+@pytest.mark.parametrize(
+    ("variables", "port"),
+    [
+        ({}, 2000),
+        ({"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_USE_AGENT_STORE": "True"}, 2001),
+        ({"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_USE_AGENT_STORE": "False"}, 2000),
+    ],
+    ids=["mpirun", "torchrun", "a job"],
+)
+def test_the_store_listens_on_a_port_that_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], port: int
+) -> None:
+    """In a job the agent keeps MASTER_PORT free for it, and no other port."""
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2000"}
+    for name, value in (place | variables).items():
+        monkeypatch.setenv(name, value)
+    assert task_from_environment(small_run()).master_port == port

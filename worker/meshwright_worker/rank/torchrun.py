@@ -11,6 +11,7 @@ from meshwright_worker.rank.task import RankTask
 
 RunT = TypeVar("RunT", bound=Run)
 
+_USES_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -32,8 +33,8 @@ def task_from_environment(run: RunT) -> RankTask[RunT]:
             "and the degrees of `parallelism` that the run has"
         )
     rank = int(os.environ["RANK"])
-    # torchrun's own store listens on MASTER_PORT itself.
-    own_store = int("TORCHELASTIC_RUN_ID" in os.environ)
+    # torchrun's own store listens on MASTER_PORT itself. In a job nothing does, and no other port is reserved.
+    own_store = int("TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(_USES_AGENT_STORE) != "False")
     return RankTask(
         run=run,
         generation=1,
