@@ -24,7 +24,7 @@ from meshwright_cli.importing.batch_script import (
 )
 from meshwright_cli.importing.fields import Fields, whole_number
 from meshwright_cli.importing.job_kinds import Gang, Group
-from meshwright_cli.importing.kubernetes import read_gang
+from meshwright_cli.importing.kubernetes import RESTARTS, read_gang
 from meshwright_cli.importing.launchers import without_launcher
 from meshwright_cli.importing.pod_template import is_of_agent
 from meshwright_cli.importing.settings import Imported, ImportFileError, job_name
@@ -155,6 +155,8 @@ def read(text: str, all_gpus: int | None) -> Imported:
     if command := spec.get("runtime", {}).get("command"):
         spec["runtime"]["command"] = _of_ranks(command, found)
     found += [f"no equivalent: {text}" for text in _without_equivalent(options)]
+    if spec.get("recovery", {}).get("maxRestarts") != 0:
+        found.append(RESTARTS)
     kind = "batch script of Slurm" if is_batch_script(text) else "script"
     return Imported(kind, spec, [], [*notes, *found], _metadata(script.options))
 
