@@ -181,7 +181,8 @@ def _make_contiguous(module: nn.Module) -> None:
     memory, so another order would mix up their elements, without an error; FSDP rejects it.
     """
     for parameter in module.parameters():
-        parameter.data = parameter.data.contiguous()
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _check_gradients(module: nn.Module) -> None:
