@@ -150,11 +150,11 @@ def train(mesh: Mesh, arguments: argparse.Namespace) -> None:
         loss = trainer.step(step, own_rows(step))
         if mesh.rank == 0 and step % 10 == 0:
             logging.info("step %d loss %.4f", step, loss)
+        if arguments.directory and (step % arguments.save_every == 0 or step == last):
+            trainer.save(arguments.directory, step)
     held_out = trainer.evaluate(own_rows(0))
     if mesh.rank == 0:
         logging.info("after step %d, held out: loss %.4f", last, held_out)
-    if arguments.directory and last > done:
-        trainer.save(arguments.directory, last)
 
 
 def main() -> None:
@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--data", type=int, default=1, help="number of replicas")
     parser.add_argument("--zero", type=int, default=0, choices=[0, 1, 2, 3], help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=50, help="number of steps of the run")
+    parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints: a restart repeats fewer")
     parser.add_argument("--stop", type=int, help="step to stop after, to resume later")
     parser.add_argument(
         "--directory",

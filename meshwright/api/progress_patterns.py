@@ -43,10 +43,17 @@ FRAMEWORK_PATTERNS: dict[str, tuple[str, ...]] = {
 }
 """The lines of a framework. Accelerate writes none of its own: its scripts mostly use the bar of transformers."""
 
+_EVALUATIONS = ("val", "valid", "validation", "eval", "evaluation", "test", "dev", "held-out", "held out:")
+_TRAINED = "".join(f"(?<!{name}[ _/])" for name in _EVALUATIONS)
+"""Not after these words: a loss of an evaluation is not that of the step."""
+
+_STEP = r"\b(?:step|iter|iteration)\b[ :=]{0,4}(?P<step>\d+)(?:\s*(?:/|of)\s*(?P<total_steps>\d+))?"
+
 COMMON_PATTERNS = (
     # step 12/100 loss=3.4, Step: 12, Loss: 3.4, iter 12: loss 3.4
-    r"\b(?:step|iter|iteration)\b[ :=]{0,4}(?P<step>\d+)(?:\s*(?:/|of)\s*(?P<total_steps>\d+))?"
-    rf"\b.{{0,200}}?\b(?:train_|training |train/|train )?loss\b[ :=]{{0,4}}{_LOSS}",
+    rf"{_STEP}\b.{{0,200}}?\b(?:train_|training |train/|train )?{_TRAINED}loss\b[ :=]{{0,4}}{_LOSS}",
+    # step 12: val loss 3.4
+    rf"{_STEP}\b.{{0,200}}?\b(?:{'|'.join(_EVALUATIONS)})[ _/]loss\b",
 )
 DEFAULT_PATTERNS = (*(pattern for some in FRAMEWORK_PATTERNS.values() for pattern in some), *COMMON_PATTERNS)
 """Used if the job sets none and names no framework. The first one that matches a line counts."""

@@ -96,6 +96,11 @@ def _command_starts_one_rank(facts: Facts) -> bool:
     return command is None or launcher_of(command) is None
 
 
+def _command_is_split_into_words(facts: Facts) -> bool:
+    command = facts.runtime.command
+    return command is None or len(command[0].split()) == 1
+
+
 def _kueue_admits_the_job(facts: Facts) -> bool:
     return facts.workers is None or KUEUE_QUEUE not in facts.workers.labels
 
@@ -183,6 +188,13 @@ _LIKELY_MISTAKES: tuple[Rule[Facts], ...] = (
         "`[python, train.py]`",
         None,
         _command_starts_one_rank,
+    ),
+    Rule(
+        "runtime.command",
+        "has several words in its first entry, which is the name of a program: write each word as an entry, such as "
+        "`[python, train.py]`",
+        None,
+        _command_is_split_into_words,
     ),
     Rule(
         "workers.labels",

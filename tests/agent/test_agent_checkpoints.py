@@ -83,8 +83,7 @@ async def test_a_relative_path_is_below_the_directory_of_the_checkpoints(
 
 RETAINS = """
 import json, os, time
-directory = os.environ["MESHWRIGHT_CHECKPOINT_DIR"]
-os.makedirs(directory)
+directory = os.environ["MESHWRIGHT_CHECKPOINT_DIR"]  # which the agent has created
 report = open(os.environ["MESHWRIGHT_REPORT_FILE"], "a", buffering=1)
 for step in (1, 2):
     open(f"{directory}/step-{step}", "w").close()
@@ -119,3 +118,15 @@ async def test_a_checkpoint_is_deleted_once_the_coordinator_knows_a_newer_one(
     assert (saved / "step-2").exists()
     (saved / "go-2").touch()
     await reported(coordinator, AgentState.COMPLETE, 1)
+
+
+async def test_a_command_starts_although_its_volume_is_not_there(
+    coordinator: Coordinator, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_agent(MESHWRIGHT_CHECKPOINT_DIR=str(tmp_path / "volume" / "job-1"))
+    hellos = await coordinator.gang(1, above=0)
+    coordinator.announce(mesh(1, command_run(python("print('begins')")), hellos, 1))
+    await reported(coordinator, AgentState.COMPLETE, 1)
+    assert "begins" in agent.log
+    assert "job-1 cannot be created for the checkpoints of the command" in agent.log
+    assert not (tmp_path / "volume").exists(), "only a volume that is there gets a directory"

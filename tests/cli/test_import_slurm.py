@@ -88,6 +88,7 @@ def test_a_script_with_a_container_becomes_a_job_that_is_valid(tmp_path: Path) -
         "no equivalent: --partition=h100: `workers.nodeSelector` chooses nodes by label, a queue who may use them",
         "no equivalent: GPUs of the type `h100`: `workers.nodeSelector` chooses nodes by a label, such as "
         "nvidia.com/gpu.product",
+        "a restart runs the command again: the script must resume from its own checkpoint",
     ]
     assert "run as user 65532" in comments[4]
 
@@ -207,6 +208,22 @@ def test_a_page_with_a_script_is_none(tmp_path: Path) -> None:
     path.write_text(f"# How to run\n```bash\n{CONTAINER}```\n")
     result = CliRunner().invoke(main, ["import", str(path)])
     assert "unknown format: expected a batch script of Slurm" in result.output
+
+
+@pytest.mark.parametrize(("options", "says"), [("", True), ("#SBATCH --no-requeue\n", False)])
+def test_a_script_that_restarts_is_told_to_resume(tmp_path: Path, options: str, says: bool) -> None:
+    comments, _ = imported(tmp_path, f"#!/bin/sh\n#SBATCH --gpus-per-node=2\n{options}srun python train.py\n")
+    assert ("a restart runs the command again: the script must resume from its own checkpoint" in comments) is says
+
+
+def test_processes_without_a_number_are_asked_for(tmp_path: Path) -> None:
+    comments, _ = imported(tmp_path, "torchrun --standalone --nproc-per-node=gpu train.py")
+    assert any("does not state the GPUs of a node: pass --gpus" in comment for comment in comments)
+
+
+def test_every_command_that_prepares_the_environment_is_named(tmp_path: Path) -> None:
+    comments, _ = imported(tmp_path, "module load a\nsource env/bin/activate\ntorchrun --nproc-per-node=2 train.py")
+    assert "to do: bring into the image what the script sets up: module load a; source env/bin/activate" in comments
 
 
 @pytest.mark.parametrize(

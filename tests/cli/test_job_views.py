@@ -19,7 +19,7 @@ from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.jobs.list_view import list_lines
 from meshwright_cli.jobs.output import line_as_lines, wrapped
 from meshwright_cli.jobs.placement_tree import placement_tree
-from meshwright_cli.jobs.status_view import JobView, next_step, status_lines
+from meshwright_cli.jobs.status_view import JobView, last_failure, next_step, status_lines
 from meshwright_cli.jobs.top_view import TopView, top_lines
 from meshwright_cli.parameters import Duration
 from meshwright_cli.text import duration
@@ -274,6 +274,13 @@ def test_step_times_are_those_since_the_last_sample():
     assert [one.step_seconds for one in rank_times(now, now)] == pytest.approx([0.75, 0.75])
 
 
+def test_ranks_of_a_command_that_report_no_steps_are_no_stragglers():
+    times = rank_times(samples([20, 0], [0.5, 0.0]), {})
+    for spec, says in ({}, "1 straggler: rank 1"), ({"runtime": {"command": ["python"]}}, "0 stragglers"):
+        shown = top_lines(TopView(JobView(made(**spec), pods("Running", "Running")), times), NOW, 80, 24)
+        assert shown[1] == f"2 ranks, {says}"
+
+
 def test_stragglers_are_slow_behind_or_down():
     times = rank_times(samples([20] * 4, [0.5, 0.5, 0.5, 0.8]), {})
     assert stragglers(times) == {3}
@@ -370,6 +377,15 @@ def test_the_recorded_failure_is_chosen_and_pointed_to():
     shown = " ".join(" ".join(status_lines(JobView(job, pods("Running", "Running")), NOW, 80)).split())
     assert "Failure Hang of rank 3 10m ago, in mesh generation 2: meshwright logs lm --failed-first" in shown
     assert dict(facts(job, ClusterView()))["Failure"].endswith("meshwright logs lm --failed-first")
+    nobody = made(running(lastFailure=failure | {"worker": None, "rank": None}))
+    assert last_failure(nobody, NOW).startswith("Hang 10m ago, in mesh generation 2: ")
+
+
+def test_a_job_that_ended_without_a_checkpoint_does_not_wait_for_one():
+    ended = running() | {"conditions": [condition("Complete", "True", "Completed")], "checkpoint": None}
+    for status, text in ((running(checkpoint=None), "none yet"), (ended, "none was reported")):
+        shown = status_lines(JobView(made(status, checkpoint={"claimName": "c"}), []), NOW, 80)
+        assert [line.split(maxsplit=1)[1] for line in shown if line.startswith("Checkpoint")] == [text]
 
 
 @pytest.mark.parametrize(

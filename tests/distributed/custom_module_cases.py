@@ -9,18 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.api.training import OptimizerSpec
 from meshwright_worker.custom_module.compare import differences
 from meshwright_worker.custom_module.plan import ParallelPlan
 from meshwright_worker.custom_module.trainer import CustomModuleTrainer
-from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.distributed.mesh import TENSOR, Mesh
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.loss_anomalies import DivergedError
 from tests.distributed.cases import whole_of
 from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh
 
+STEPS = range(1, 4)
 WIDTH, HEADS, VOCABULARY, ROWS, LENGTH = 6, 2, 12, 8, 5
 RARE = 11
 SPEC = OptimizerSpec(learning_rate=1e-2, gradient_clip=0.05)
@@ -74,12 +77,21 @@ class Tangle(nn.Module):
     """A tied head, a norm that layers share, a batch norm, frozen weights, padding, a parameter of one element."""
 
     def __init__(
-        self, dropout: float = 0.0, inner: float = 0.0, *, batch_norm: bool = True, rare: bool = False
+        self,
+        dropout: float = 0.0,
+        inner: float = 0.0,
+        *,
+        batch_norm: bool = True,
+        rare: bool = False,
+        transposed: bool = False,
+        between: int = WIDTH,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
-        self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.remember = nn.Linear(WIDTH, WIDTH)
+        self.fixed = nn.Linear(WIDTH, between).requires_grad_(False)
+        self.remember = nn.Linear(between, WIDTH)
+        if transposed:
+            self.remember.weight = nn.Parameter(self.remember.weight.detach().t().contiguous().t())
         self.batch_norm = nn.BatchNorm1d(WIDTH) if batch_norm else nn.Identity()
         shared = nn.LayerNorm(WIDTH)
         self.layers = nn.ModuleList(Layer(shared, dropout, inner) for _ in range(2))
@@ -97,6 +109,33 @@ class Tangle(nn.Module):
         for layer in self.layers:
             x = layer(x, memory)
         return self.head(x) * self.temperature
+
+
+class Recomputed(nn.Module):
+    """Regions that end with their `row` layer, with dropout before it, computed again in the backward pass."""
+
+    PLAN = ParallelPlan(regions=("layers.*",), column=("layers.*.0",), row=("layers.*.3",))
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.recompute = recompute
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
+        return self.head(x)
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> int:
+        return 1
 
 
 def tangle_loss(module: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -132,7 +171,9 @@ def trainer_of(
     mesh: Mesh, build: Callable[[], nn.Module], plan: ParallelPlan, zero: int, **more: Any
 ) -> CustomModuleTrainer:
     torch.manual_seed(0)
-    return CustomModuleTrainer(build(), plan, tangle_loss, mesh, steps=8, optimizer=SPEC, zero_stage=zero, **more)
+    return CustomModuleTrainer(
+        build(), plan, tangle_loss, mesh, **{"steps": 8, "optimizer": SPEC, "zero_stage": zero, **more}
+    )
 
 
 def share_of(mesh: Mesh, tokens: torch.Tensor, batches: int) -> list[torch.Tensor]:
@@ -226,6 +267,19 @@ def try_what_is_wrong(task: RankTask) -> dict[str, str]:
         trainer = trainer_of(mesh, build, PLAN, 0)
         trainer.module.get_submodule("fixed").requires_grad_(True)
         said["thawed"] = refused(lambda: trainer.step(1, [batch]))
+        trainer._loss = lambda module, tokens: tangle_loss(module, tokens)[0]  # type: ignore[assignment,return-value]
+        said["mean"] = refused(lambda: trainer.step(1, [batch]))
+        trainer._loss = lambda module, tokens: (module(tokens), tokens.numel())
+        said["unsummed"] = refused(lambda: trainer.evaluate([batch]))
+        many = (1 << 24) + 1  # more than fp32 counts
+        trainer._loss = lambda *_: (torch.tensor(float(many), dtype=torch.float64), many)
+        said["many"] = str(trainer.evaluate([batch]))
+        said["optimizer"] = refused(lambda: trainer_of(mesh, build, PLAN, 0, optimizer=OptimizerSpec(name="Muon")))
+        said["offload"] = refused(lambda: trainer_of(mesh, build, PLAN, 0, optimizer=OptimizerSpec(offload="CPU")))
+        split = nn.Linear(2, 2)
+        split.weight = nn.Parameter(distribute_tensor(split.weight.detach(), mesh.device_mesh[TENSOR]))
+        said["split"] = refused(lambda: trainer_of(mesh, lambda: split, ParallelPlan(), 0))
+        said["extra"] = refused(lambda: trainer_of(mesh, lambda: nn.Sequential(Extra(1, 1)), ParallelPlan(), 0))
         return said
 
 
@@ -243,7 +297,7 @@ def diverge_and_go_on(task: RankTask, zero: int) -> tuple[list[float], list[floa
     losses: tuple[list[float], list[float]] = ([], [])
     with kept_mesh(task) as mesh:
         for diverges, told in zip((False, True), losses, strict=True):
-            trainer = trainer_of(mesh, lambda: Tangle(batch_norm=False), PLAN, zero)
+            trainer = trainer_of(mesh, Tangle, PLAN, zero)
             told.append(trainer.step(1, share_of(mesh, rows_of(1), 4)))
             if diverges:
                 trainer._loss = lambda module, batch: (
@@ -255,7 +309,28 @@ def diverge_and_go_on(task: RankTask, zero: int) -> tuple[list[float], list[floa
                 except DivergedError:
                     trainer._loss = tangle_loss
             told.append(trainer.step(2, share_of(mesh, rows_of(2), 4)))
+            told.append(trainer.evaluate(share_of(mesh, rows_of(0), 4)))
     return losses
+
+
+@uses_kept_mesh
+def recompute_dropout(task: RankTask) -> tuple[list[float], list[float]]:
+    """The losses of some steps without and with activation checkpointing."""
+    with kept_mesh(task) as mesh:
+        told = []
+        for recompute in (False, True):
+            trainer = trainer_of(mesh, lambda recompute=recompute: Recomputed(recompute), Recomputed.PLAN, 0)
+            told.append([trainer.step(step, [rows_of(step)]) for step in STEPS])
+    return told[0], told[1]
+
+
+@uses_kept_mesh
+def call_a_part(task: RankTask) -> None:
+    """A step whose loss calls a part of a module that FSDP shards."""
+    with kept_mesh(task) as mesh:
+        trainer = trainer_of(mesh, lambda: Tangle(batch_norm=False), PLAN, 3)
+        trainer._loss = lambda module, tokens: (module.get_submodule("head")(torch.ones(1, WIDTH)).sum(), 1)
+        trainer.step(1, [rows_of(1)])
 
 
 class Careless(nn.Module):

@@ -16,6 +16,7 @@ from meshwright.api.training import OptimizerSpec
 from meshwright_worker.custom_module.trainer import CustomModuleTrainer
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.rank.task import RankTask
+from meshwright_worker.rank.torchrun import task_from_environment
 from tests.distributed.cases import whole_of
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
@@ -119,3 +120,36 @@ def test_the_example_is_run_stopped_and_resumed(pool: RankPool, tmp_path: Path) 
 def test_the_example_checks_its_plan(pool: RankPool) -> None:
     first, _ = pool.run(run_example, small_run(tensor=2), "--tensor", "2", "--check")
     assert float(first[0].split()[3].rstrip(",")) < 1e-12
+
+
+def test_a_script_that_no_launcher_started_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small_run(data=2)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT must be set: .*per-node 2`"):
+        task_from_environment(run)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="needs 2 ranks, but there are 1: .*`replicas` 2"):
+        task_from_environment(run)
+
+
+@pytest.mark.parametrize(
+    ("variables", "port"),
+    [
+        ({}, 2000),
+        ({"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_USE_AGENT_STORE": "True"}, 2001),
+        ({"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_USE_AGENT_STORE": "False"}, 2000),
+    ],
+    ids=["mpirun", "torchrun", "a job"],
+)
+def test_the_store_listens_on_a_port_that_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], port: int
+) -> None:
+    """In a job the agent keeps MASTER_PORT free for it, and no other port."""
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2000"}
+    for name, value in (place | variables).items():
+        monkeypatch.setenv(name, value)
+    assert task_from_environment(small_run()).master_port == port

@@ -25,10 +25,13 @@ from tests.distributed.configs import small_run
 from tests.distributed.custom_module_cases import (
     PLAN,
     SPEC,
+    STEPS,
     Ran,
     Tangle,
+    call_a_part,
     compare_plans,
     diverge_and_go_on,
+    recompute_dropout,
     rows_of,
     tangle_loss,
     train_tangle,
@@ -37,7 +40,6 @@ from tests.distributed.custom_module_cases import (
 from tests.distributed.rank_pool import RankFailedError, RankPool
 from tests.tiers import mostly_long
 
-STEPS = range(1, 4)
 DROPS = {"dropout": 0.1}
 
 
@@ -111,6 +113,22 @@ def test_every_layout_trains_as_one_process(pool: RankPool, alone: Ran, layout: 
         assert ran.held < (0.8 if layout.get("tensor") else 1.01) * alone.held
 
 
+@pytest.mark.parametrize("zero", mostly_long([0, 1, 3], lambda zero: zero == 0))
+def test_weights_that_are_stored_transposed_train_as_others(pool: RankPool, alone: Ran, zero: int) -> None:
+    for ran in pool.run(train_tangle, small_run(data=2), zero, STEPS, DROPS | {"transposed": True}):
+        check(ran, alone)
+
+
+def test_activation_checkpointing_repeats_the_dropout_of_each_region(pool: RankPool) -> None:
+    for stored, recomputed in pool.run(recompute_dropout, small_run(tensor=2)):
+        assert recomputed == stored
+
+
+def test_a_loss_that_calls_a_part_of_a_sharded_module_is_explained(pool: RankPool) -> None:
+    with pytest.raises(RankFailedError, match="`loss` must call the module, not its parts"):
+        pool.run(call_a_part, small_run(data=2))
+
+
 def test_a_checkpoint_loads_in_any_layout(pool: RankPool, alone: Ran, tmp_path: Path) -> None:
     layouts = [({"tensor": 2, "data": 2}, 2), ({"data": 2}, 1), ({"tensor": 2}, 0)]
     for step, (layout, zero) in zip(STEPS, layouts, strict=True):
@@ -163,6 +181,16 @@ def test_a_checkpoint_of_another_module_is_rejected(pool: RankPool, tmp_path: Pa
     pool.run(train_tangle, small_run(), 0, range(1, 2), modules[0], PLAN, torch.float64, 7, checkpoint_dir=tmp_path)
     with pytest.raises(RankFailedError, match="it has `model.rare.bias`, `model.rare.weight`"):
         pool.run(train_tangle, small_run(), 0, range(2, 3), modules[1], checkpoint_dir=tmp_path)
+
+
+def test_a_checkpoint_that_lacks_tensors_or_has_other_shapes_is_rejected(pool: RankPool, tmp_path: Path) -> None:
+    fewer, other = {"batch_norm": False}, {"between": 5}
+    pool.run(train_tangle, small_run(data=2), 2, range(1, 2), fewer, checkpoint_dir=tmp_path / "fewer")
+    with pytest.raises(RankFailedError, match="it lacks `model.batch_norm.bias`, .*, which this module has: load it"):
+        pool.run(train_tangle, small_run(), 0, range(2, 3), {}, checkpoint_dir=tmp_path / "fewer")
+    pool.run(train_tangle, small_run(), 0, range(1, 2), {}, checkpoint_dir=tmp_path / "narrow")
+    with pytest.raises(RankFailedError, match=r"`model.remember.weight` is \[6, 6\] in it, and \[6, 5\] in"):
+        pool.run(train_tangle, small_run(data=2), 2, range(2, 3), other, checkpoint_dir=tmp_path / "narrow")
 
 
 @pytest.mark.parametrize(
@@ -223,6 +251,13 @@ def test_what_would_be_wrong_is_rejected_on_every_rank(pool: RankPool) -> None:
     assert "the buffer `mine` is no longer the same" in first["buffer"]
     assert "no gradient was computed for rare.weight, rare.bias" in first["unused"]
     assert "fixed.weight, fixed.bias was frozen when the trainer was created" in first["thawed"]
+    assert "it returned one tensor of shape []" in first["mean"]
+    assert "it returned (one tensor of shape [8, 5, 12], an int)" in first["unsummed"]
+    assert first["many"] == "1.0"
+    assert "`optimizer.name` is Muon: a custom module is trained with AdamW" in first["optimizer"]
+    assert "`optimizer.offload` is CPU" in first["offload"]
+    assert "`weight` is split already" in first["split"]
+    assert "`0` has `get_extra_state`" in first["extra"]
     assert first["changed"] == ""
 
 

@@ -196,6 +196,9 @@ async def test_reports_are_urgent_when_they_tell_something_new(stage: Stage) -> 
     assert await send(report(0, AgentState.STARTING))
     assert await send(report(0, AgentState.RUNNING))
     assert not await send(report(0, AgentState.RUNNING))
+    assert await send(report(0, AgentState.RUNNING, progress=None))
+    assert not await send(report(0, AgentState.RUNNING, progress=None))
+    assert await send(report(0, AgentState.RUNNING)), "until then the status has the step of the last generation"
     failure = report(0, AgentState.FAILED, failure=FailureKind.ERROR, message="boom")
     assert await send(failure)
     first = stage.registry.agents().reports[0].halted_seconds

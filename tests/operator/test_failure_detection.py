@@ -127,6 +127,16 @@ def test_a_failed_rank_is_judged_after_a_moment(reports, halted_seconds, expecte
         assert verdict == expected
 
 
+def test_a_command_that_stops_although_no_pod_was_deleted_is_named_with_its_exit_code() -> None:
+    stopped = agents([report(1, AgentState.IDLE)], halted_seconds=60.0)
+    own = {"runtime": {"command": ["python"]}, "replicas": 8, "parallelism": {}}
+    own |= dict.fromkeys(("model", "data", "training"))
+    for fields, words in (({}, "The ranks of worker 1 stopped"), (own, "The command of worker 1 exited with code 143")):
+        verdict = detect(observed(received=stopped, **fields))
+        assert isinstance(verdict, Interruption)
+        assert verdict.message.startswith(words)
+
+
 @pytest.mark.parametrize(
     ("kind", "age", "interval", "cause"),
     [

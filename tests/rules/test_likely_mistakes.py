@@ -101,6 +101,13 @@ def test_a_launcher_in_each_rank_is_named(command: list[str]) -> None:
     assert [mistake.field for mistake in likely_mistakes_of_spec(spec)] == ["runtime.command"]
 
 
+def test_a_command_in_one_word_is_named() -> None:
+    spec = ParallelTrainingJobSpec.model_validate(changed(COMMAND, {"runtime.command": ["python train.py --lr 1"]}))
+    assert check_spec(spec) == []
+    (mistake,) = likely_mistakes_of_spec(spec)
+    assert (mistake.field, "write each word as an entry" in mistake.message) == ("runtime.command", True)
+
+
 @pytest.mark.parametrize(
     ("command", "parallelism", "fields"),
     [

@@ -40,7 +40,8 @@ def lineage_lines(found: Mapping[str, Any]) -> list[str]:
 def _record(digest: int | None, record: Mapping[str, Any] | None) -> list[str]:
     samples = f"samples {digest:016x}" if digest is not None else ""
     if record is None:
-        return [f"└─ {samples or 'weights'}; it has no record: it was written by another program, or by Meshwright 0.1"]
+        writers = "a custom module, another program or Meshwright 0.1"
+        return [f"└─ {samples or 'weights'}; it has no record, as it was written by {writers}"]
     facts = [
         f"job {record['job']}" if record.get("job") else "",
         f"Meshwright {record['version']}" if record.get("version") else "",

@@ -22,6 +22,8 @@ from meshwright_cli.importing.train_job import TRAINERS
 _VOLCANO_GROUP = "batch.volcano.sh/"
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _DROPPED = frozenset({"--pre-train-script", "--post-train-script", "--pre-train-args", "--post-train-args"})
+RESTARTS = "a restart runs the command again: the script must resume from its own checkpoint"
+"""What no job that restarts says of itself."""
 
 
 def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
@@ -54,7 +56,7 @@ def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
         f"{kind} of Volcano" if in_volcano else kind,
         spec,
         list(job.unread()),
-        [*notes, "a restart runs the command again: the script must resume from its own checkpoint"],
+        [*notes, RESTARTS],
         metadata=without_none(named),
     )
 

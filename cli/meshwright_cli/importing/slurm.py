@@ -24,7 +24,7 @@ from meshwright_cli.importing.batch_script import (
 )
 from meshwright_cli.importing.fields import Fields, whole_number
 from meshwright_cli.importing.job_kinds import Gang, Group
-from meshwright_cli.importing.kubernetes import read_gang
+from meshwright_cli.importing.kubernetes import RESTARTS, read_gang
 from meshwright_cli.importing.launchers import without_launcher
 from meshwright_cli.importing.pod_template import is_of_agent
 from meshwright_cli.importing.settings import Imported, ImportFileError, job_name
@@ -148,12 +148,15 @@ def read(text: str, all_gpus: int | None) -> Imported:
         "recovery": {"maxRestarts": 0} if "no-requeue" in options else {},
     }
     spec, found = read_gang(gang)
-    if not gpus and "--nproc-per-node" not in without_launcher(line.command()).options:
+    # `--nproc-per-node=gpu` and a variable of the node say no number.
+    if not gpus and not without_launcher(line.command()).options.get("--nproc-per-node", "").isdigit():
         notes.append(_NO_GPUS)
     found = [note for note in found if not note.startswith(("the pods request no GPUs", "the shell's script runs"))]
     if command := spec.get("runtime", {}).get("command"):
         spec["runtime"]["command"] = _of_ranks(command, found)
     found += [f"no equivalent: {text}" for text in _without_equivalent(options)]
+    if spec.get("recovery", {}).get("maxRestarts") != 0:
+        found.append(RESTARTS)
     kind = "batch script of Slurm" if is_batch_script(text) else "script"
     return Imported(kind, spec, [], [*notes, *found], _metadata(script.options))
 
@@ -194,7 +197,9 @@ def _notes(script: BatchScript, main: Line) -> Iterator[str]:
     setup = [line for line in script.lines if line is not main and line.program in _SETUP]
     others = [line for line in script.lines if line is not main and line.program not in _SETUP]
     if setup:
-        yield f"to do: bring into the image what the script sets up: {quoted([setup[0].text])}"
+        named = "; ".join(quoted([line.text]) for line in setup[:_MOST_NAMED])
+        more = f", and {len(setup) - _MOST_NAMED} more" if len(setup) > _MOST_NAMED else ""
+        yield f"to do: bring into the image what the script sets up: {named}{more}"
     for line in others[:_MOST_NAMED]:
         started = "srun " if line.options is not None else ""
         yield f"to do: the job does not run `{quoted([started + line.text])}`: run it before, or in the command"

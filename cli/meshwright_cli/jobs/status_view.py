@@ -113,9 +113,11 @@ def last_failure(job: Job, now: datetime | None = None) -> str:
     failure = job.status.last_failure
     if failure is None:
         return ""
-    who = f"rank {failure.rank}" if failure.rank is not None else f"worker {failure.worker}"
+    who = ""
+    if failure.rank is not None or failure.worker is not None:
+        who = f" of rank {failure.rank}" if failure.rank is not None else f" of worker {failure.worker}"
     when = f" {age(parse_time(failure.time), now)} ago" if now is not None and not job.finished else ""
-    text = f"{failure.cause} of {who}{when}, in mesh generation {failure.generation}"
+    text = f"{failure.cause}{who}{when}, in mesh generation {failure.generation}"
     return f"{text}: meshwright logs {job.name} --failed-first"
 
 
@@ -214,7 +216,9 @@ def _silence(job: Job, now: datetime) -> list[str]:
 def _checkpoint(job: Job, now: datetime) -> str:
     saved = job.status.checkpoint
     if saved is None:
-        return "none yet" if job.raw.get("spec", {}).get("checkpoint") else "none: `spec.checkpoint` is not set"
+        if not job.raw.get("spec", {}).get("checkpoint"):
+            return "none: `spec.checkpoint` is not set"
+        return "none was reported" if job.finished else "none yet"
     return f"step {saved.step:,}, {age(parse_time(saved.time), now)} ago, {printable(saved.path)}"
 
 

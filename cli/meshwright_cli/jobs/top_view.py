@@ -42,7 +42,7 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
         return [*status_lines(top.view, now, columns), "", note]
     listed = list(top.times)
     stages = _stages(job, listed)
-    slow = stragglers(listed, stages)
+    slow = stragglers(listed, stages) - _silent(job, listed)
     more = slowness(listed, stages)
     lines = [
         f"{job.namespace}/{job.name}  {job.state}  {_progress(job, listed)}",
@@ -66,6 +66,12 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
         name, reason = next(iter(top.unreachable.items()))
         lines.append(f"No metrics of {plural(len(top.unreachable), 'pod')}: {name}: {reason}"[:columns])
     return lines
+
+
+def _silent(job: Job, times: Sequence[RankTimes]) -> set[int]:
+    """The ranks of a user's command that report no steps, as most do on ranks other than 0."""
+    own = bool((job.raw.get("spec", {}).get("runtime") or {}).get("command"))
+    return {one.rank for one in times if own and one.up and one.step == 0}
 
 
 def _stages(job: Job, times: Sequence[RankTimes]) -> dict[int, int]:

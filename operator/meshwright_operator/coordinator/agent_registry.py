@@ -373,5 +373,6 @@ def _decision_fields(report: WorkerReport) -> tuple[object, ...]:
     failure = report.failure, report.message, report.evidence
     held = tuple((rank.rank, rank.held.model_dump_json()) for rank in report.ranks if rank.held is not None)
     saves = tuple((tier.error, tier.saving_since) for tier in report.checkpoint_tiers)
-    others = phases, report.preflight, report.checkpoint_request, held, saves
+    # With its first progress, a generation of a user's command replaces the steps of the last one in the status.
+    others = phases, report.preflight, report.checkpoint_request, held, saves, report.progress is not None
     return report.incarnation, report.generation, report.state, report.paused, *failure, *others

@@ -155,6 +155,12 @@ def paused_ranks(observed: Observed) -> Interruption | Undetermined | None:
         return Undetermined(PAUSE_SECONDS - longest)
     workers = ", ".join(str(index) for index in sorted(paused))
     message = f"The ranks of worker {workers} stopped for a pod's deletion, but no pod was deleted"
+    if observed.spec.runtime.command is not None:
+        # Its agent knows this only by the exit code, which the command may use for something else.
+        message = (
+            f"The command of worker {workers} exited with code 143, as after SIGTERM, but no pod was deleted: at the "
+            "end of the run it must exit with 0, after an error with another code"
+        )
     return Interruption(RANK_FAILURE, message, detected_in=longest)
 
 

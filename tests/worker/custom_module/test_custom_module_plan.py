@@ -87,6 +87,7 @@ def test_what_is_in_two_places_is_named_once() -> None:
     [
         ({"column": ("stacks.*.nothing",)}, "`column`: no module is called `stacks.*.nothing`"),
         ({"vocabulary": ("tabel",)}, "no module is called `tabel`; there is `table`"),
+        ({"blocks": ("1.*",)}, "no module is called `1.*`; there is `stacks.1.*`"),
         ({"row": ("norm",)}, "`row`: `norm` is a LayerNorm, not a Linear"),
         ({"blocks": ("stacks.*",)}, "`blocks`: `stacks.0` is a ModuleList"),
         ({"partial": ("norm",)}, "`partial`: `norm.weight` is outside of regions"),

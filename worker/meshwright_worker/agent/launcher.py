@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 """What torchrun sets unless the environment does."""
+VOLUME_SECONDS = 10.0
+"""Longest wait for a volume before ranks start. The command then waits for it itself, if it uses it."""
 CLEAN_UP_SECONDS = 3.0
 SETTLE_SECONDS = 0.2
 """Ranks that write nothing more for this long have written their stacks."""
@@ -116,6 +118,7 @@ class Launcher:
                 raise LaunchError(f"the fork server did not start: {error}") from error
         else:
             await self._server.stop()
+            await self._make_checkpoint_directory()
         # The store of an earlier generation: another pod may keep that of this one.
         self._end_store()
         self._end_store = lambda: None
@@ -126,6 +129,18 @@ class Launcher:
             if start.document.in_memory and isinstance(start.document.run, NativeRun):
                 await self._keep_store(start.document.master_port, start.document.world_size)
             self._port = ReservedPort()
+
+    async def _make_checkpoint_directory(self) -> None:
+        """Create the job's own directory on the volume, which the first save of a command expects to be there."""
+        directory = self._settings.checkpoint_dir
+        if directory is None:
+            return
+        try:
+            async with asyncio.timeout(VOLUME_SECONDS):
+                # Not its parents: without the volume there is nothing to create it on.
+                await asyncio.to_thread(Path(directory).mkdir, exist_ok=True)
+        except (OSError, TimeoutError) as error:
+            log.warning("%s cannot be created for the checkpoints of the command: %r", directory, error)
 
     async def _prepare_group(self, start: StartRanks, group: ReplicaGroup) -> None:
         """Release the port for the store of a replica group, and start the lighthouse of all groups in rank 0's pod."""

@@ -67,6 +67,13 @@ class BatchNormStatistics:
         for norm, before, counts in zip(self._norms, self._at_step_start, micro_batch_counts.T.tolist(), strict=True):
             norm.num_batches_tracked.fill_(before.tracked + sum(counts))  # type: ignore[union-attr]
 
+    def undo(self) -> None:
+        """Go back to the statistics at the start of the step, which were those of inputs that diverge."""
+        for norm, before in zip(self._norms, self._at_step_start, strict=True):
+            for now, then in zip(_averages(norm), before.averages, strict=True):
+                now.copy_(then)
+            norm.num_batches_tracked.fill_(before.tracked)  # type: ignore[union-attr]
+
     def _micro_batches_seen(self, ranks: int, rank: int) -> torch.Tensor:
         """Return the number of micro-batches by replica and norm, int64 [replicas, norms]."""
         micro_batch_counts = torch.zeros(ranks, len(self._norms), dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.loader import load_tensors, newest_of_all, tensor_names
+from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
+from meshwright_worker.checkpoint.loader import load_tensors, newest_of_all
 from meshwright_worker.checkpoint.manifest import LayoutRecord, ModuleManifest, TrainingState
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, model_tensors
 from meshwright_worker.checkpoint.store import Tier
@@ -43,16 +45,31 @@ def load(parallel_module: ParallelModule, mesh: Mesh, root: Path) -> int:
         return 0
     newest_manifest = newest[1]
     path, tensors = directory.path(newest_manifest.state.step), _tensors(parallel_module)
-    unexpected = sorted(tensor_names(path) - tensors.keys())
-    if unexpected:
-        raise CheckpointMismatchError(
-            f"{path} belongs to another module: it has `{'`, `'.join(unexpected[:3])}`, which this module does not "
-            "have: load it with the module that it was saved from, with the same parameters tied and frozen"
-        )
+    _check_same_module(path, tensors)
     load_tensors(tensors, path, mesh.checkpoint_group, progress)
     parallel_module.data_parallel.sync_parameters()
     parallel_module.optimizer.set_step_count(newest_manifest.state.step)
     return newest_manifest.state.step
+
+
+def _check_same_module(path: CheckpointPath, tensors: Mapping[str, torch.Tensor]) -> None:
+    index = open_index(files_of(path))
+    stored = set(index.names)
+    unexpected, missing = sorted(stored - tensors.keys()), sorted(tensors.keys() - stored)
+    differing = [name for name in tensors if name in stored and index.shape(name) != tensors[name].shape]
+    if unexpected:
+        problem = f"it has `{'`, `'.join(unexpected[:3])}`, which this module does not have"
+    elif missing:
+        problem = f"it lacks `{'`, `'.join(missing[:3])}`, which this module has"
+    elif differing:
+        first = differing[0]
+        problem = f"`{first}` is {list(index.shape(first))} in it, and {list(tensors[first].shape)} in this module"
+    else:
+        return
+    raise CheckpointMismatchError(
+        f"{path} belongs to another module: {problem}: load it with the module that it was saved from, with the same "
+        "parameters tied and frozen"
+    )
 
 
 def _tensors(parallel_module: ParallelModule) -> dict[str, torch.Tensor]:

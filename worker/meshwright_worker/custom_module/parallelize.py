@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.api.data_parallel import DataParallelSpec
 from meshwright.api.parallelism import ParallelismSpec
-from meshwright.api.training import OptimizerSpec
+from meshwright.api.training import OptimizerName, OptimizerOffload, OptimizerSpec
 from meshwright_worker.custom_module.fsdp import apply_fsdp, check_fsdp_units, check_shardable
 from meshwright_worker.custom_module.plan import ParallelPlan
 from meshwright_worker.custom_module.plan_resolution import ResolvedPlan, Role, resolve
@@ -70,7 +70,9 @@ def parallelize(
 ) -> ParallelModule:
     """Split and shard a module in place. Arguments and errors as for `CustomModuleTrainer`. Collective."""
     parts = check_plan(module, plan, mesh, zero_stage)
+    _check_optimizer(spec)
     module.to(mesh.device)
+    _make_contiguous(module)
     # Gradients of an earlier backward pass would count in the first step.
     module.zero_grad()
     _check_same_weights(module, mesh.device)
@@ -122,7 +124,9 @@ def check_plan(module: nn.Module, plan: ParallelPlan, mesh: Mesh, zero_stage: in
     if zero_stage not in ZERO_STAGES:
         raise ValueError(f"`zero_stage` must be one of {', '.join(map(str, ZERO_STAGES))}, got {zero_stage}")
     _check_formats(module)
+    _check_unsplit(module)
     _check_gradients(module)
+    _check_state(module)
     parts = resolve(module, plan)
     check_sizes(parts, layout.tensor)
     if zero_stage >= 2:
@@ -151,6 +155,36 @@ def _check_formats(module: nn.Module) -> None:
             )
 
 
+def _check_unsplit(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"`{name}` is split already, as by `fully_shard`: give the trainer the module before that, which it "
+                "splits by `plan` and `zero_stage`"
+            )
+
+
+def _check_optimizer(spec: OptimizerSpec) -> None:
+    if spec.name is not OptimizerName.ADAMW:
+        raise ValueError(f"`optimizer.name` is {spec.name.value}: a custom module is trained with AdamW: leave it out")
+    if spec.offload is not OptimizerOffload.NONE:
+        raise ValueError(
+            f"`optimizer.offload` is {spec.offload.value}, which is not supported with a custom module: leave it out; "
+            "ZeRO stages 1 to 3 make the optimizer's state smaller"
+        )
+
+
+def _make_contiguous(module: nn.Module) -> None:
+    """Store parameters in the order of their dimensions, not transposed or as `channels_last`.
+
+    Summed gradients are in that order. The fused update reads a parameter, its gradient and its moments in the order of
+    memory, so another order would mix up their elements, without an error; FSDP rejects it.
+    """
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
 def _check_gradients(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if getattr(part, "sparse", False) is True:
@@ -160,6 +194,15 @@ def _check_gradients(module: nn.Module) -> None:
             raise ValueError(
                 f"`{name}` has a hook on its gradient, which the parts on the ranks would not have: remove it, and "
                 "change what `forward` computes instead"
+            )
+
+
+def _check_state(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(
+                f"`{name or type(part).__name__}` has `get_extra_state`, and checkpoints have tensors only: register "
+                "its state as buffers"
             )
 
 

@@ -135,7 +135,12 @@ def _match_modules(
 
 
 def _suggest(pattern: str, names: Iterable[str]) -> str:
-    suggestions = get_close_matches(pattern, list(names), n=3)
+    known = list(names)
+    # Inside another module, as torch.compile, DistributedDataParallel and many models have it.
+    outer = (name.split(".")[: -len(pattern.split("."))] for name in known)
+    inside = dict.fromkeys(".".join([*path, pattern]) for path in outer if path)
+    suggestions = [one for one in inside if any(matches(name, one) for name in known)][:3]
+    suggestions = suggestions or get_close_matches(pattern, known, n=3)
     return f"; there is `{'`, `'.join(suggestions)}`" if suggestions else ""
 
 

@@ -35,7 +35,10 @@ class RandomStreams:
         self._device = device
         self._seed = seed
         self._rank = rank
-        self._shared: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._shared: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """The shared stream's state where this rank left it, by the seed of the own stream that replaced it. Looked up
+        by the seed that torch uses now: activation checkpointing may end the recomputation of a region in its middle,
+        and begins others with the stream that each had."""
 
     @contextmanager
     def of(self, step: int, batch: int) -> Iterator[None]:
@@ -43,7 +46,7 @@ class RandomStreams:
         drawn.
         """
         before = self._state()
-        self._shared = None
+        self._shared = {}
         torch.manual_seed(stream_key(self._seed, "own", step, batch))
         try:
             yield
@@ -58,15 +61,15 @@ class RandomStreams:
             inner.register_forward_hook(self._on_region_exit)
 
     def _on_column_output(self, layer: nn.Module, *_: object) -> None:
-        if layer.training and self._shared is None:
+        if layer.training and torch.initial_seed() not in self._shared:
             # Drawn, not counted: activation checkpointing restores the stream, and so draws the same number again.
-            drawn = int(torch.randint(1 << 62, ()))
-            self._shared = self._state()
-            torch.manual_seed(drawn + self._rank)
+            own = int(torch.randint(1 << 62, ())) + self._rank
+            self._shared[own] = self._state()
+            torch.manual_seed(own)
 
     def _on_region_exit(self, *_: object) -> None:
-        if self._shared is not None:
-            shared, self._shared = self._shared, None
+        shared = self._shared.get(torch.initial_seed())
+        if shared is not None:
             self._restore(shared)
 
     def _state(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -5,7 +5,8 @@ with AdamW.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
 
 _SAME = 1e-5
 """Relative difference below which losses count as equal."""
+
+_SHARDED = ("mixed torch.Tensor and DTensor", "setStorage")
+"""What torch says of a parameter that is used while only its shard is there."""
 
 
 class CustomModuleTrainer:
@@ -92,15 +96,16 @@ class CustomModuleTrainer:
         rank.
 
         Raises:
-            DivergedError: loss or gradients are not finite; no parameter was changed.
+            DivergedError: loss or gradients are not finite; no parameter and no batch norm was changed.
             ValueError: ranks of the same replica differ in their losses, numbers of batches or buffers.
         """
         self._check_count(batches)
         total, predicted = torch.zeros((), dtype=torch.float64, device=self._mesh.device), 0
         self._statistics.begin()
         for index, batch in enumerate(batches):
-            with self._streams.of(number, self._mesh.coordinates.data * len(batches) + index):
-                loss, count = self._loss(self.module, batch)
+            stream = self._streams.of(number, self._mesh.coordinates.data * len(batches) + index)
+            with stream, _explained_sharding():
+                loss, count = self._loss_of(batch)
                 loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach().double()
             predicted += count
@@ -112,6 +117,7 @@ class CustomModuleTrainer:
         mean, norm = loss_sum / max(1.0, targets), math.sqrt(squares) / max(1.0, targets)
         if not math.isfinite(mean + norm):
             self._parallel_module.optimizer.clear_gradients()
+            self._statistics.undo()
             raise DivergedError(f"step {number}: loss {mean}, gradient norm {norm}")
         scale_and_clip(gradients, 1.0 / max(1.0, targets), norm, self._spec.gradient_clip)
         self._parallel_module.optimizer.step(gradients, learning_rate(number, self._steps, self._spec))
@@ -131,9 +137,9 @@ class CustomModuleTrainer:
         total, predicted = torch.zeros((), dtype=torch.float64, device=self._mesh.device), 0
         trained = [part for part in self.module.modules() if part.training]
         self.module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), _explained_sharding():
             for batch in batches:
-                loss, count = self._loss(self.module, batch)
+                loss, count = self._loss_of(batch)
                 total += loss.double()
                 predicted += count
         # Not `train()`: parts that were frozen by `eval()` stay so.
@@ -166,6 +172,16 @@ class CustomModuleTrainer:
         """
         reshard(self.module)
         return load(self._parallel_module, self._mesh, Path(root))
+
+    def _loss_of(self, batch: Any) -> tuple[torch.Tensor, int]:
+        returned: Any = self._loss(self.module, batch)
+        pair = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (returned, None)
+        if pair[1] is None or not isinstance(pair[0], torch.Tensor) or pair[0].ndim:
+            raise ValueError(
+                "`loss` must return two values: the loss, summed over the targets of the batch, as a tensor without "
+                f"dimensions, and the number of targets; it returned {_described(returned)}"
+            )
+        return pair[0], pair[1]
 
     def _gradients(self) -> tuple[list[torch.Tensor], list[float]]:
         """Return the complete gradients of `shards`, and for which parameters this rank has computed one."""
@@ -203,7 +219,7 @@ class CustomModuleTrainer:
         sums = torch.cat(
             [
                 torch.stack([total * first, total, total.abs(), squares.to(total)]),
-                torch.tensor([predicted * first, *used]).to(total),
+                torch.tensor([predicted * first, *used], dtype=total.dtype).to(total),
             ]
         )
         dist.all_reduce(sums)
@@ -225,7 +241,8 @@ class CustomModuleTrainer:
             self._parallel_module.optimizer.clear_gradients()
             raise ValueError(
                 f"no gradient was computed for {', '.join(unused)}: freeze parameters that the loss does not use "
-                "with `requires_grad_(False)` before you create the trainer"
+                "with `requires_grad_(False)` before you create the trainer. If only some steps use them, add "
+                "`0 * parameter.sum()` of each to the loss"
             )
 
     def _check_count(self, batches: Sequence[Any]) -> None:
@@ -247,3 +264,27 @@ class CustomModuleTrainer:
                 f"the buffer `{name}` is no longer the same on every rank after a forward pass: it must not "
                 "depend on values that differ between ranks, such as their batches"
             )
+
+
+def _described(returned: Any) -> str:
+    if isinstance(returned, torch.Tensor):
+        return f"one tensor of shape {list(returned.shape)}"
+    if isinstance(returned, tuple | list):
+        return f"({', '.join(_described(one) for one in returned)})"
+    name = type(returned).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+@contextmanager
+def _explained_sharding() -> Iterator[None]:
+    """Add to an error of FSDP what it means for the caller: only while the module runs, FSDP gathers parameters."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in _SHARDED):
+            error.add_note(
+                "With ZeRO stages 2 and 3 parameters are whole only while the module itself runs. `loss` must call the "
+                "module, not its parts, use its parameters only through it, and the module must return its tensors as "
+                "such or in tuples, lists, dicts or dataclasses. Otherwise use `zero_stage` 0 or 1"
+            )
+        raise

@@ -11,6 +11,9 @@ from meshwright_worker.rank.task import RankTask
 
 RunT = TypeVar("RunT", bound=Run)
 
+_USES_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def task_from_environment(run: RunT) -> RankTask[RunT]:
     """Build this rank's task from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
@@ -19,14 +22,19 @@ def task_from_environment(run: RunT) -> RankTask[RunT]:
         ValueError: they are not set, or the number of ranks does not match the run's layout.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != run.layout.world_size or "MASTER_PORT" not in os.environ:
+    needed = run.layout.world_size
+    start = f"start the script with `torchrun --nproc-per-node {needed}`, or as `runtime.command` of a job"
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} must be set: {start}")
+    if world != needed:
         raise ValueError(
-            f"{run.layout} needs {run.layout.world_size} ranks, but there are {world}: start them with "
-            f"`torchrun --nproc-per-node {run.layout.world_size}`"
+            f"{run.layout} needs {needed} ranks, but there are {world}: {start} with `replicas` {run.data_parallel}, "
+            "and the degrees of `parallelism` that the run has"
         )
     rank = int(os.environ["RANK"])
-    # torchrun's own store listens on MASTER_PORT itself.
-    own_store = int("TORCHELASTIC_RUN_ID" in os.environ)
+    # torchrun's own store listens on MASTER_PORT itself. In a job nothing does, and no other port is reserved.
+    own_store = int("TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(_USES_AGENT_STORE) != "False")
     return RankTask(
         run=run,
         generation=1,
