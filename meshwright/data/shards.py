@@ -247,9 +247,7 @@ class TokenShards:
             if index not in self._maps:
                 self._maps[index] = np.memmap(path, dtype=np.uint8, mode="r")
             return self._maps[index][first:last].data
-        with self._directory.open(name) as file:
-            file.seek(first)
-            raw = file.read(last - first)
+        raw = self._directory.read(name, first, last - first)
         if len(raw) != last - first:
             raise DataError(f"{name} ends early: the data must not change during a run")
         return memoryview(raw)

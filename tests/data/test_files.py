@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import http.server
+import io
 import os
 import socket
 import struct
@@ -29,6 +30,12 @@ from meshwright.data.files import (
     split_uri,
 )
 from meshwright_local.nodeagent.network.ports import free_port
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that fail are not repeated for a minute."""
+    monkeypatch.setattr("meshwright.data.remote_reads.PATIENCE_SECONDS", 0.0)
 
 
 def names(directory: Directory) -> list[str]:
@@ -227,6 +234,17 @@ def test_a_directory_inside_an_archive(tmp_path: Path) -> None:
     assert entry.stamp
     with directory.open("a.txt") as file:
         assert file.read() == b"hello"
+
+
+def test_keys_that_differ_in_a_slash_are_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store has no directories: `text//a.txt` is another key than `text/a.txt`."""
+    keys = {"/keys/a.txt": b"one", "/keys//a.txt": b"other"}
+    directory = RemoteDirectory("memory://keys")
+    listed = {key: {"name": key, "size": len(content), "type": "file"} for key, content in keys.items()}
+    monkeypatch.setattr(directory._files, "find", lambda *_, **__: listed)
+    monkeypatch.setattr(directory._files, "open", lambda path, _: io.BytesIO(keys[path]))
+    texts = [directory.open(name).read() for name in names(directory)]
+    assert sorted(texts) == [b"one", b"other"]
 
 
 @pytest.mark.parametrize(
