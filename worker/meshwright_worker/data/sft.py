@@ -117,7 +117,8 @@ def read_pairs(
     pairs: list[Pair] = []
     truncated = done = 0
     progress = progress or WorkProgress()
-    entries = matching_files(source, progress)
+    # An empty file is no complete archive.
+    entries = [entry for entry in matching_files(source, progress) if entry.size]
     size = sum(entry.size for entry in entries)
     for entry in entries:
         with source.directory.open(entry.name) as file:
