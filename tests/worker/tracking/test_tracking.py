@@ -16,6 +16,7 @@ import pytest
 from meshwright.api.tracking import MlflowSpec, TrackingSpec, WandbSpec
 from meshwright_worker.rank.task import StepReport
 from meshwright_worker.tracking import tracked_events
+from meshwright_worker.tracking.__main__ import event_of
 from meshwright_worker.tracking.json_lines import cut_after
 from meshwright_worker.tracking.records import LINES, Start, step_record
 from meshwright_worker.tracking.run_state import RunState
@@ -306,6 +307,49 @@ def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog
     warned = [entry.getMessage() for entry in caplog.records if "tracking failed" in entry.message]
     assert len(warned) <= 2, "one may be that the process does not keep up"
     assert "NotADirectoryError" in warned[-1]
+
+
+def test_a_process_that_was_killed_is_started_again_and_the_steps_between_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Such as by the kernel, because memory ran out: nothing was tracked until the ranks started again."""
+    monkeypatch.setattr(tracked_events, "FIRST_PAUSE", 0.0)
+    tracking = TrackingProcess(start(tmp_path, TrackingSpec()))
+    first = tracking._process
+    assert first is not None
+    first.kill()
+    first.wait()
+    step = 0
+    while tracking._process in (None, first):
+        step += 1
+        tracking.send(report(step), 1)
+    tracking.send(report(step + 1), 1)
+    tracking.close()
+    assert tracking.failures() == step - 1
+    found = records(tmp_path)
+    assert [one["step"] for one in found] == [step, step + 1]
+    assert not any("event" in one for one in found), "the ranks have not started again"
+
+
+def test_steps_that_nobody_takes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tracked_events, "FIRST_PAUSE", 3600.0)
+    tracking = TrackingProcess(start(tmp_path, TrackingSpec()))
+    assert tracking._process is not None
+    tracking._process.kill()
+    tracking._process.wait()
+    for step in range(1, 6):
+        tracking.send(report(step), 1)
+    tracking.close()
+    assert tracking.failures() == 5
+
+
+def test_a_rescale_is_one_without_steps_jsonl_too(tmp_path: Path):
+    spec = TrackingSpec(json_lines=False)
+    track(start(tmp_path, spec), range(1, 3))
+    for replicas, kind in ((2, "Restart"), (1, "Rescale")):
+        event = event_of(start(tmp_path, spec, step=2, generation=2, replicas=replicas))
+        assert event is not None
+        assert event.event == kind
 
 
 class Recorded:

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from meshwright_worker.evidence.masking import Masker
 from meshwright_worker.tracking.json_lines import last_event
 from meshwright_worker.tracking.records import LINES, Event, Start
+from meshwright_worker.tracking.run_state import RunState
 from meshwright_worker.tracking.sink import Sink
 
 SINKS = {
@@ -30,12 +31,14 @@ SINKS = {
 LOCK_SECONDS = 60.0
 """How long a new process waits for that of the mesh generation before."""
 MAX_PAUSE = 60.0
+REPLICAS = "replicas"
+"""The replicas of the last start, in `RunState`."""
 
 
 class Tracker:
     """One tracker, which is opened with the first record and again after failures."""
 
-    def __init__(self, name: str, start: Start, event: Event, report: Callable[[str, str], None]) -> None:
+    def __init__(self, name: str, start: Start, event: Event | None, report: Callable[[str, str], None]) -> None:
         self._name, self._start, self._event, self._report = name, start, event, report
         self._sink: Sink | None = None
         self._pause, self._next = 0.5, 0.0
@@ -61,7 +64,8 @@ class Tracker:
     def _open(self) -> None:
         module, attribute = SINKS[self._name]
         sink: Sink = getattr(import_module(module), attribute)(self._start)
-        sink.event(self._event)
+        if self._event is not None:
+            sink.event(self._event)
         self._sink = sink
 
     def _try(self, action: Callable[[], None]) -> None:
@@ -82,13 +86,22 @@ def wanted(start: Start) -> list[str]:
     return [name for name in SINKS if asked[name]]
 
 
-def event_of(start: Start) -> Event:
-    """Return the event of this start: the first one, a restart, or one with another number of replicas."""
-    before = last_event(Path(start.directory) / LINES, start.step) if start.generation > 1 else None
+def event_of(start: Start) -> Event | None:
+    """Return the event of this start: the first one, a restart, or one with another number of replicas. None if only
+    this process starts again.
+    """
+    if start.again:
+        return None
     kind = "Start" if start.generation == 1 else "Restart"
-    if before is not None and before.replicas != start.replicas:
+    if start.generation > 1 and _replicas_before(start) not in (None, start.replicas):
         kind = "Rescale"
     return Event(start.step, kind, start.generation, start.ranks, start.replicas)
+
+
+def _replicas_before(start: Start) -> int | None:
+    """The replicas that trained the step before this start; without `steps.jsonl`, those of the last start."""
+    before = last_event(Path(start.directory) / LINES, start.step)
+    return before.replicas if before is not None else RunState(start.directory).get(REPLICAS)
 
 
 def run(lines: TextIO, report: Callable[[str, str], None]) -> None:
@@ -100,6 +113,7 @@ def run(lines: TextIO, report: Callable[[str, str], None]) -> None:
         if not _locked(lock):
             report("lock", "the tracking process of the last start still writes; it may be on a lost node")
         event = event_of(start)
+        RunState(start.directory).put(REPLICAS, start.replicas)
         trackers = [Tracker(name, start, event, report) for name in wanted(start)]
         for tracker in trackers:
             tracker.open()
