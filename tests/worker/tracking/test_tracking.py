@@ -293,6 +293,26 @@ def test_a_server_that_is_away_is_named(
     assert [text.partition("only counted: ")[2] for text in warned] == [says]
 
 
+def test_files_do_not_wait_for_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run that ends meanwhile had no step in `steps.jsonl`: W&B waits 90 s for its server."""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "__init__.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    tracking = TrackingProcess(start(tmp_path / "run", TrackingSpec(wandb=WandbSpec(project="p"))))
+    for step in range(1, 9):
+        tracking.send(report(step), 1)
+    process = tracking._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()
+    path, deadline = tmp_path / "run" / LINES, time.monotonic() + patient(60)
+    while time.monotonic() < deadline and not (path.exists() and len(path.read_text().splitlines()) == 9):
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert sorted(json_lines(tmp_path / "run")) == list(range(1, 9))
+
+
 def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -9,9 +9,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,6 +31,10 @@ SINKS = {
     "wandb": ("meshwright_worker.tracking.wandb_run", "Wandb"),
     "mlflow": ("meshwright_worker.tracking.mlflow_run", "Mlflow"),
 }
+SERVICES = ("wandb", "mlflow")
+"""Trackers that may wait for a server. They are the last of `SINKS`, so that files are closed before."""
+MAX_WAITING = 10_000
+"""Steps that may wait for a service."""
 LOCK_SECONDS = 60.0
 """How long a new process waits for that of the mesh generation before."""
 MAX_PAUSE = 60.0
@@ -79,6 +86,45 @@ class Tracker:
             self._report(self._name, f"{type(error).__name__}: {error}")
 
 
+class ServiceTracker:
+    """A tracker in a thread of its own: files and other services do not wait for a server that does not answer."""
+
+    def __init__(self, name: str, tracker: Tracker, report: Callable[[str, str], None]) -> None:
+        self._name, self._tracker, self._report = name, tracker, report
+        self._records: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def open(self) -> bool:
+        """Begin to open the tracker."""
+        self._thread.start()
+        return True
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Write a step when those before it are written."""
+        try:
+            self._records.put_nowait(record)
+        except queue.Full:
+            self._report(self._name, f"does not keep up: {MAX_WAITING:,} steps wait for it")
+
+    def close(self) -> None:
+        """Close the tracker when every step is written."""
+        self._records.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._tracker.open()
+        for record in iter(self._records.get, None):
+            self._tracker.step(record)
+        self._tracker.close()
+
+
+def _tracker(
+    name: str, start: Start, event: Event | None, report: Callable[[str, str], None]
+) -> Tracker | ServiceTracker:
+    tracker = Tracker(name, start, event, report)
+    return ServiceTracker(name, tracker, report) if name in SERVICES else tracker
+
+
 def wanted(start: Start) -> list[str]:
     """Return the names of the trackers that the job asks for."""
     spec = start.spec
@@ -113,8 +159,9 @@ def run(lines: TextIO, report: Callable[[str, str], None]) -> None:
         if not _locked(lock):
             report("lock", "the tracking process of the last start still writes; it may be on a lost node")
         event = event_of(start)
-        RunState(start.directory).put(REPLICAS, start.replicas)
-        trackers = [Tracker(name, start, event, report) for name in wanted(start)]
+        with suppress(OSError):  # services may work without files
+            RunState(start.directory).put(REPLICAS, start.replicas)
+        trackers = [_tracker(name, start, event, report) for name in wanted(start)]
         for tracker in trackers:
             tracker.open()
         for line in lines:
@@ -144,12 +191,14 @@ def main() -> None:
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    masker = Masker(os.environ)
+    masker, reporting = Masker(os.environ), threading.Lock()
 
     def report(name: str, reason: str) -> None:
         """A library's error may repeat an address with its password, or a token: the rank logs it."""
-        reports.write(json.dumps({"tracker": name, "reason": masker.mask(reason)[:500]}) + "\n")
-        reports.flush()
+        line = json.dumps({"tracker": name, "reason": masker.mask(reason)[:500]}) + "\n"
+        with reporting:
+            reports.write(line)
+            reports.flush()
 
     try:
         run(sys.stdin, report)
