@@ -60,8 +60,7 @@ class PromptCompletionStream:
         self.samples_per_epoch = len(pairs)
         self._length = length
         self._seed = seed
-        self._epoch = 0
-        self._order = self._permutation(0)
+        self._order = 0, self._permutation(0)
 
     @property
     def identity(self) -> str:
@@ -95,9 +94,10 @@ class PromptCompletionStream:
 
     def _record(self, sample: int) -> int:
         epoch, position = divmod(sample, self.samples_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._permutation(epoch)
-        return self._order(position)
+        order = self._order  # see `SampleStream`
+        if epoch != order[0]:
+            order = self._order = epoch, self._permutation(epoch)
+        return order[1](position)
 
     def _permutation(self, epoch: int) -> Permutation:
         return Permutation(self.samples_per_epoch, f"{self._seed}/{epoch}")
