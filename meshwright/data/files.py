@@ -225,6 +225,8 @@ class RemoteDirectory:
             # A page of links (`https://`) has no sizes. Its links to itself in another order are not files.
             if "?" in name:
                 return None
+            # Links of some servers begin with `./`: that is no hidden directory.
+            name = "/".join(part for part in name.split("/") if part != ".")
             try:
                 failure = f"the size of {path} is unknown"
                 found = repeated(lambda: self._files.info(path), failure, self._patience)

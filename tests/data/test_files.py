@@ -152,6 +152,18 @@ def test_files_behind_links_of_a_page(tmp_path: Path) -> None:
         list(matching_files(open_directory(site), "*.txt"))
 
 
+def test_links_that_begin_at_the_page_are_not_hidden(tmp_path: Path) -> None:
+    """As Caddy writes them."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("hello")
+    (tmp_path / "index.html").write_text('<a href="./sub/">sub</a>')
+    (tmp_path / "sub" / "index.html").write_text('<a href="./a.txt">a</a> <a href="./.git">git</a>')
+    with served(tmp_path) as site:
+        directory = open_directory(site)
+        assert directory.files() == [FileEntry("sub/a.txt", 5)]
+        assert directory.open("sub/a.txt").read() == b"hello"
+
+
 def test_no_directory_behind_links_is_left_out_because_it_does_not_answer(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.txt").write_text("hello")
