@@ -6,7 +6,6 @@ import hashlib
 import logging
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -52,10 +51,13 @@ class PromptCompletionStream:
             raise CorpusError(
                 "no records: a smaller `data.heldOut` leaves more to train on, a larger one more to evaluate on"
             )
-        # Without padding: rows are longer than most records, and each rank has all of them.
-        rows = [_row(prompt, completion, length + 1, separator) for prompt, completion in pairs]
-        self._ends = list(accumulate(len(row) for row in rows))
-        self._tokens = torch.cat(rows)
+        # Without padding, and not one tensor each: rows are longer than most records, and each rank has all of them.
+        tokens = array("i")
+        self._ends = array("q")
+        for prompt, completion in pairs:
+            tokens.extend(_row(prompt, completion, length + 1, separator))
+            self._ends.append(len(tokens))
+        self._tokens = torch.frombuffer(tokens, dtype=torch.int32)
         self.separator = separator
         self.samples_per_epoch = len(pairs)
         self._length = length
@@ -182,7 +184,7 @@ def _instead(record: Any) -> str:
     return f"; it has {', '.join(names)}" if names else ""
 
 
-def _row(prompt: Sequence[int], completion: Sequence[int], size: int, separator: int) -> torch.Tensor:
-    """A record's first `size` tokens, int32: the prompt's as complements."""
+def _row(prompt: Sequence[int], completion: Sequence[int], size: int, separator: int) -> array[int]:
+    """A record's first `size` tokens: the prompt's as complements."""
     target_tokens = [*completion, separator][: size - len(prompt)]
-    return torch.tensor([*(~token for token in prompt), *target_tokens], dtype=torch.int32)
+    return array("i", [*(~token for token in prompt), *target_tokens])
