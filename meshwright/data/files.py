@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from meshwright.data.errors import DataError, StorageUnavailableError, is_permanent
-from meshwright.data.remote_reads import remote_error, repeated, with_repeated_reads
+from meshwright.data.remote_reads import remote_error, repeated, with_repeated_reads, without_passwords
 
 _LOST_AND_FOUND = "lost+found"
 """A file system's directory for repaired files at the root of a volume. Only root can read it."""
@@ -277,7 +277,7 @@ def _reason(error: DataError) -> str:
     """Why a size is not known. For fsspec each answer is a FileNotFoundError, also that of a server that is busy."""
     cause = error.__cause__
     answer = cause.__cause__ if cause is not None else None
-    return f"{cause!r} ({answer})" if answer is not None else f"{cause!r}"
+    return without_passwords(f"{cause!r} ({answer})" if answer is not None else f"{cause!r}")
 
 
 def _find(files: Any, root: str, failure: str) -> dict[str, dict[str, Any]]:

@@ -54,16 +54,22 @@ def may_pass(error: BaseException) -> bool:
 
 def remote_error(failure: str, error: Exception) -> DataError:
     """The error to raise after a request has failed. `failure` says what could not be done."""
-    text = f"{failure}: {str(error) or type(error).__name__}"
+    text = without_passwords(f"{failure}: {str(error) or type(error).__name__}")
     if may_pass(error):
         return StorageUnavailableError(text)
     if _status(error) in _REJECTED or _status(error.__cause__) in _REJECTED:
         text += ": check the credentials in `workers.env`, and their rights"
     if isinstance(error, ValueError) and any(words in text for words in _NO_RANGES):
-        text = f"{failure}: the server does not send parts of a file (range requests): copy the files to a volume"
+        reason = "the server does not send parts of a file (range requests): copy the files to a volume"
+        text = without_passwords(f"{failure}: {reason}")
     if _is_of_another_file(error):
         text += ": the files of `data` must not change while a job runs"
     return DataError(text)
+
+
+def without_passwords(text: str) -> str:
+    """A text in which no URI has a password: it is for logs."""
+    return re.sub(r"(://[^\s/@:]*):[^\s/]+@", r"\1:***@", text)
 
 
 def repeated(

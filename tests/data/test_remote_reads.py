@@ -72,6 +72,13 @@ class Store(http.server.BaseHTTPRequestHandler):
         """Nothing."""
 
 
+class Quiet(http.server.ThreadingHTTPServer):
+    """A server whose clients may leave."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing."""
+
+
 @pytest.fixture
 def store() -> Iterator[type[Store]]:
     """A server of its own, whose attributes a test changes."""
@@ -79,7 +86,7 @@ def store() -> Iterator[type[Store]]:
     class Own(Store):
         file, sent, faults = TEXT, list[int](), list[Fault]()
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Own) as server:
+    with Quiet(("127.0.0.1", 0), Own) as server:
         Own.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -192,6 +199,19 @@ def test_whether_an_answer_may_be_another_one_later(
         with pytest.raises(DataError, match=r"cannot be read") as error:
             request()
         assert is_storage_fault(error.value) is temporary
+
+
+def test_a_password_in_a_uri_is_in_no_message(
+    store: type[Store], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("meshwright.data.remote_reads.PATIENCE_SECONDS", 1.0)
+    directory = open_directory(store.url.replace("://", "://me:secret@"))
+    assert [entry.name for entry in directory.files()] == ["a.txt"]
+    store.faults = [refused(503)]
+    with pytest.raises(DataError, match=r"http://me:\*\*\*@.*/a\.txt cannot be read") as error:
+        directory.read("a.txt", 500, 100)
+    assert caplog.records, "that it is tried again is in the log"
+    assert "secret" not in f"{error.value}{caplog.text}"
 
 
 def test_a_server_without_ranges_is_no_place_for_samples(store: type[Store]) -> None:
