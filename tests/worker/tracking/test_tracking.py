@@ -16,7 +16,7 @@ import pytest
 from meshwright.api.tracking import MlflowSpec, TrackingSpec, WandbSpec
 from meshwright_worker.rank.task import StepReport
 from meshwright_worker.tracking import tracked_events
-from meshwright_worker.tracking.__main__ import event_of
+from meshwright_worker.tracking.__main__ import Tracker, event_of
 from meshwright_worker.tracking.json_lines import cut_after
 from meshwright_worker.tracking.records import LINES, Start, step_record
 from meshwright_worker.tracking.run_state import RunState
@@ -349,6 +349,25 @@ def test_a_process_that_was_killed_is_started_again_and_the_steps_between_are_co
     found = records(tmp_path)
     assert [one["step"] for one in found] == [step, step + 1]
     assert not any("event" in one for one in found), "the ranks have not started again"
+
+
+@pytest.mark.parametrize(("name", "read"), [("jsonLines", json_lines), ("tensorBoard", tensor_board)])
+def test_a_file_that_failed_is_opened_again(tmp_path: Path, name: str, read: Callable[[Path], Steps]):
+    """TensorBoard's writer fails for good once its disk was full."""
+    installed(read)
+    begin, failed = start(tmp_path, TrackingSpec()), list[str]()
+    tracker = Tracker(name, begin, event_of(begin), lambda name, reason: failed.append(reason))
+    for step in range(1, 7):
+        tracker._next = 0.0
+        tracker.step(step_record(report(step), 1))
+        if step == 3:
+            assert tracker._sink is not None
+            tracker._sink.close()
+    tracker.close()
+    assert len(failed) == 1, "the step after the close"
+    assert sorted(read(tmp_path)) == [1, 2, 3, 5, 6]
+    if read is json_lines:
+        assert sum("event" in one for one in records(tmp_path)) == 1
 
 
 def test_steps_that_nobody_takes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

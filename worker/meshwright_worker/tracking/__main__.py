@@ -49,6 +49,8 @@ class Tracker:
         self._name, self._start, self._event, self._report = name, start, event, report
         self._sink: Sink | None = None
         self._pause, self._next = 0.5, 0.0
+        self._last: int | None = None
+        """The last step that was written."""
 
     def open(self) -> bool:
         """Open the tracker, and write the event of this start. Return whether it is open."""
@@ -59,9 +61,7 @@ class Tracker:
     def step(self, record: dict[str, Any]) -> None:
         """Write a step, unless the tracker failed a short time ago."""
         if self.open() and time.monotonic() >= self._next:
-            sink = self._sink
-            assert sink is not None
-            self._try(lambda: sink.step(record))
+            self._try(lambda: self._write(record))
 
     def close(self) -> None:
         """Close the tracker."""
@@ -70,10 +70,25 @@ class Tracker:
 
     def _open(self) -> None:
         module, attribute = SINKS[self._name]
-        sink: Sink = getattr(import_module(module), attribute)(self._start)
+        start = self._start if self._last is None else self._start.model_copy(update={"step": self._last})
+        sink: Sink = getattr(import_module(module), attribute)(start)
         if self._event is not None:
             sink.event(self._event)
-        self._sink = sink
+        self._sink, self._event = sink, None
+
+    def _write(self, record: dict[str, Any]) -> None:
+        sink = self._sink
+        assert sink is not None
+        try:
+            sink.step(record)
+        except Exception:
+            if self._name not in SERVICES:
+                # A file is opened again: TensorBoard's writer, and a handle of a mount that was away, fail for good.
+                self._sink = None
+                with suppress(Exception):
+                    sink.close()
+            raise
+        self._last = int(record["step"])
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
