@@ -160,6 +160,21 @@ def test_after_a_restart_no_step_is_there_twice(tmp_path: Path, spec: TrackingSp
     assert read(tmp_path) == pytest.approx({step: 10.0 / step for step in range(1, 13)})
 
 
+@pytest.mark.slow
+def test_steps_without_a_loss_are_not_in_mlflow_twice(tmp_path: Path):
+    """The last step of a run was that of its last loss, and a loss that is not finite is left out."""
+    pytest.importorskip("mlflow")
+    spec = TrackingSpec(mlflow=MlflowSpec(experiment="e"))
+    for generation in (1, 2):
+        tracking = TrackingProcess(start(tmp_path, spec, generation=generation))
+        for step in range(1, 5):
+            tracking.send(report(step, loss=2.0 if step < 3 else math.nan), generation)
+        tracking.close()
+        assert tracking.failures() == 0
+    (written,) = (tmp_path / "mlflow").glob("*/*/metrics/learningRate")
+    assert [int(line.split()[2]) for line in written.read_text().splitlines()] == [1, 2, 3, 4]
+
+
 def test_the_runs_of_two_services_are_both_found_again(tmp_path: Path):
     """Each stored what it had read at its start: W&B's next step removed the run of MLflow, which got another one."""
     wandb, mlflow = RunState(str(tmp_path)), RunState(str(tmp_path))

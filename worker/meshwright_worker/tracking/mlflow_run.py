@@ -24,7 +24,8 @@ from meshwright_worker.tracking.run_state import RunState
 from meshwright_worker.tracking.sink import Sink
 
 FOLDER = "mlflow"
-RUN, REACHED = "mlflowRun", "loss"
+RUN, REACHED = "mlflowRun", "samples"
+"""`REACHED`: the metric of which every step has a value. A loss that is not finite is left out."""
 
 
 class Mlflow(Sink):
