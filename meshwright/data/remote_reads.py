@@ -113,9 +113,20 @@ def with_repeated_reads(file: IO[bytes], failure: str, *, ahead: bool) -> IO[byt
     if isinstance(file, AbstractBufferedFile):
         cache = file.cache
         cache.fetcher = _repeated_fetcher(cache.fetcher, failure)
+        # Asked for everything, a file over HTTP is loaded in one request, past its cache.
+        file.read = _repeated_read(file.read, failure)
         if not ahead:
             file.cache = BaseCache(cache.blocksize, cache.fetcher, cache.size)
     return file
+
+
+def _repeated_read(read: Callable[[int], bytes], failure: str) -> Callable[[int], bytes]:
+    def read_repeatedly(length: int | None = -1) -> bytes:
+        if length is None or length < 0:
+            return repeated(lambda: read(-1), failure)
+        return read(length)
+
+    return read_repeatedly
 
 
 def _repeated_fetcher(fetch: Callable[[int, int], bytes], failure: str) -> Callable[[int, int], bytes]:

@@ -242,6 +242,20 @@ def test_a_server_says_when_to_come_again() -> None:
     assert not waited
 
 
+@pytest.mark.parametrize("fault", [busy, cut, short])
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_long_text_is_loaded_again(
+    store: type[Store], tmp_path: Path, fault: Callable[[Store], None], ranges: bool
+) -> None:
+    """fsspec loads a file of more than 5 MB in one request if it is asked for all of it."""
+    store.file, store.ranges = TEXT * 4, ranges
+    source = TextSource(opened(store))
+    source.files()
+    store.faults = [first_times(1, fault)]
+    manifest, _ = tokenize(source, ByteTokenizer(), tmp_path / "tokens")
+    assert manifest.tokens == len(store.file) + 1
+
+
 def test_lines_over_http(store: type[Store], tmp_path: Path) -> None:
     store.file = b"".join(json.dumps({"text": str(number)}).encode() + b"\n" for number in range(1000))
     store.faults = [first_times(1, busy)]
