@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import re
 import stat
-import tarfile
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from meshwright.data.errors import DataError, StorageUnavailableError, is_permanent
+from meshwright.data.remote_reads import remote_error, repeated, with_repeated_reads, without_passwords
 
 _LOST_AND_FOUND = "lost+found"
 """A file system's directory for repaired files at the root of a volume. Only root can read it."""
@@ -40,6 +40,8 @@ class FileEntry:
     """A value that changes when the file is written. It may differ between machines, so no run's identity has it."""
     problem: str = field(default="", compare=False)
     """Why the file cannot be read, such as a dangling link, and what to do. Empty if it can be read."""
+    may_pass: bool = field(default=False, compare=False)
+    """Whether the `problem` may resolve by itself."""
 
 
 class Directory(Protocol):
@@ -59,7 +61,12 @@ class Directory(Protocol):
         """Bytes of each of these files that exists, without a list of all others."""
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file for reading. The result can seek."""
+        """Open a file to read it from its beginning. The result can seek."""
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Read `length` bytes of a file from `offset` on, and no others: a sample is short, and the next one is far
+        away. Fewer at the end of the file.
+        """
 
     def local(self, name: str) -> Path | None:
         """The path of the file on this machine, or None if it is elsewhere."""
@@ -152,6 +159,12 @@ class LocalDirectory:
         """See `Directory.open`."""
         return (self.root / name).open("rb")
 
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """See `Directory.read`."""
+        with self.open(name) as file:
+            file.seek(offset)
+            return file.read(length)
+
     def local(self, name: str) -> Path | None:
         """See `Directory.local`."""
         return self.root / name
@@ -171,9 +184,10 @@ class RemoteDirectory:
 
             self._files, path = fsspec.core.url_to_fs(uri)
         except Exception as error:  # a back end raises what it likes
-            raise _remote_error(f"`data.uri: {uri}` cannot be opened: {error}", error) from error
+            raise remote_error(f"`data.uri: {uri}` cannot be opened", error) from error
         self._root = str(path).rstrip("/")
         self._found: list[FileEntry] | None = None
+        self._patience: float | None = None
 
     @property
     def where(self) -> str:
@@ -192,10 +206,7 @@ class RemoteDirectory:
         return list(self._found)
 
     def _list(self) -> list[FileEntry]:
-        try:
-            listed: dict[str, dict[str, Any]] = _find(self._files, self._root)
-        except Exception as error:  # a back end raises what it likes
-            raise _remote_error(f"`data.uri: {self._uri}` cannot be listed: {error}", error) from error
+        listed = _find(self._files, self._root, f"`data.uri: {self._uri}` cannot be listed")
         entries = [entry for path, found in listed.items() if (entry := self._entry(path, found)) is not None]
         if any(entry.size or entry.problem for entry in entries if not entry.name):
             raise DataError(
@@ -208,15 +219,22 @@ class RemoteDirectory:
 
     def _entry(self, path: str, found: dict[str, Any]) -> FileEntry | None:
         """The entry of a listed file, or None if it is not a file."""
-        name = path.removeprefix(self._root).lstrip("/")
+        # Only one `/`: the key `text//a.txt` of a store is another one than `text/a.txt`.
+        name = path.removeprefix(self._root).removeprefix("/")
         if found.get("size") is None:
             # A page of links (`https://`) has no sizes. Its links to itself in another order are not files.
             if "?" in name:
                 return None
+            # Links of some servers begin with `./`: that is no hidden directory.
+            name = "/".join(part for part in name.split("/") if part != ".")
             try:
-                found = self._files.info(path)
-            except Exception as error:  # a back end raises what it likes
-                return FileEntry(name, 0, problem=f"`data.uri` lists it, but {error!r}")
+                failure = f"the size of {path} is unknown"
+                found = repeated(lambda: self._files.info(path), failure, self._patience)
+            except DataError as error:
+                if passes := isinstance(error, StorageUnavailableError):
+                    # A server that does not answer is waited for once, not for each of its files.
+                    self._patience = 0.0
+                return FileEntry(name, 0, problem=f"`data.uri` lists it, but {_reason(error)}", may_pass=passes)
         if found.get("size") is None:
             return FileEntry(name, 0, problem="`data.uri` does not report its size; copy the files to a volume")
         stamp = next((str(found[key]) for key in _STAMP_KEYS if found.get(key)), "")
@@ -229,19 +247,41 @@ class RemoteDirectory:
 
     def open(self, name: str) -> IO[bytes]:
         """See `Directory.open`."""
+        return self._open(name, ahead=True)
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """See `Directory.read`."""
         try:
-            opened: IO[bytes] = self._files.open(f"{self._root}/{name}", "rb")
+            with self._open(name, ahead=False) as file:
+                file.seek(offset)
+                return file.read(length)
+        except DataError:
+            raise
         except Exception as error:  # a back end raises what it likes
-            raise _remote_error(f"{self._uri}/{name} cannot be read: {error}", error) from error
-        return opened
+            raise remote_error(self._unreadable(name), error) from error
+
+    def _open(self, name: str, *, ahead: bool) -> IO[bytes]:
+        failure = self._unreadable(name)
+        opened: IO[bytes] = repeated(lambda: self._files.open(f"{self._root}/{name}", "rb"), failure)
+        return with_repeated_reads(opened, failure, ahead=ahead)
+
+    def _unreadable(self, name: str) -> str:
+        return f"{join_uri(self._uri, name)} cannot be read"
 
     def local(self, name: str) -> Path | None:
         """See `Directory.local`."""
         return None
 
 
-def _find(files: Any, root: str) -> dict[str, dict[str, Any]]:
-    """All files below the root of an fsspec back end, with what it says about them.
+def _reason(error: DataError) -> str:
+    """Why a size is not known. For fsspec each answer is a FileNotFoundError, also that of a server that is busy."""
+    cause = error.__cause__
+    answer = cause.__cause__ if cause is not None else None
+    return without_passwords(f"{cause!r} ({answer})" if answer is not None else f"{cause!r}")
+
+
+def _find(files: Any, root: str, failure: str) -> dict[str, dict[str, Any]]:
+    """All files below the root of an fsspec back end, with what it says about them. `failure` begins an error.
 
     fsspec's own `find`, of back ends that have none of theirs, leaves out directories that it cannot list: their text
     would be missing unnoticed, and an address that does not answer would have no files.
@@ -252,30 +292,22 @@ def _find(files: Any, root: str) -> dict[str, dict[str, Any]]:
     kind = type(files)
     walks = kind._find is AsyncFileSystem._find if files.async_impl else kind.find is AbstractFileSystem.find
     if not walks:
-        found: dict[str, dict[str, Any]] = files.find(root, detail=True)
+        found: dict[str, dict[str, Any]] = repeated(lambda: files.find(root, detail=True), failure)
         return found
     found = {}
     directories, seen = [root], {root.rstrip("/")}
     while directories:
-        for entry in files.ls(directories.pop(), detail=True):
+        directory = directories.pop()
+        for entry in repeated(partial(files.ls, directory, detail=True), failure):
             path = str(entry["name"]).rstrip("/")
             if entry["type"] != "directory":
                 found[entry["name"]] = entry
             elif path not in seen:
                 seen.add(path)
                 directories.append(entry["name"])
-    if not found and files.isfile(root):
+    if not found and repeated(lambda: files.isfile(root), failure):
         found[root] = {}
     return found
-
-
-def _remote_error(message: str, error: Exception) -> DataError:
-    """The error of a remote directory: permanent if the URI, its package, its archive or its rights are wrong."""
-    permanent = (ImportError, ValueError, TypeError, KeyError, AttributeError, zipfile.BadZipFile, tarfile.ReadError)
-    wrong = isinstance(error, permanent)
-    if wrong or (isinstance(error, OSError) and is_permanent(error)):
-        return DataError(message)
-    return StorageUnavailableError(message)
 
 
 def open_directory(where: str) -> Directory:
@@ -321,7 +353,8 @@ def matching_files(
         if not pattern_regex.fullmatch(entry.name):
             continue
         if entry.problem:
-            raise DataError(f"{entry.name} cannot be read: {entry.problem}, or exclude it with `data.pattern`")
+            kind = StorageUnavailableError if entry.may_pass else DataError
+            raise kind(f"{entry.name} cannot be read: {entry.problem}, or exclude it with `data.pattern`")
         yield entry
 
 

@@ -120,6 +120,7 @@ class ShardWriter:
 
     def add(self, documents: Iterable[Sequence[int]]) -> None:
         """Append documents, each with its separator."""
+        before = len(self._pending)
         for tokens in documents:
             row = np.empty(len(tokens) + 1, dtype=self._dtype)
             row[:-1], row[-1] = tokens, self._blank.separator
@@ -128,6 +129,10 @@ class ShardWriter:
             self._documents += 1
             if self._held >= self._limit:
                 self._flush()
+                before = 0
+        if len(self._pending) > before + 1:
+            # An array takes a hundred bytes more than its tokens: one for each document could be most of the memory.
+            self._pending[before:] = [np.concatenate(self._pending[before:])]
 
     @property
     def documents(self) -> int:
@@ -247,9 +252,7 @@ class TokenShards:
             if index not in self._maps:
                 self._maps[index] = np.memmap(path, dtype=np.uint8, mode="r")
             return self._maps[index][first:last].data
-        with self._directory.open(name) as file:
-            file.seek(first)
-            raw = file.read(last - first)
+        raw = self._directory.read(name, first, last - first)
         if len(raw) != last - first:
             raise DataError(f"{name} ends early: the data must not change during a run")
         return memoryview(raw)

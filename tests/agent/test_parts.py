@@ -6,6 +6,8 @@ import errno
 import math
 import os
 import socket
+import subprocess
+import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -264,6 +266,17 @@ def test_an_error_about_a_file_whose_name_is_not_utf8_reaches_the_agent() -> Non
     failed = messages.RankFailed(FailureKind.INVALID_INPUT, described)
     assert messages.decode(messages.encode(failed)) == failed
     assert described == "caf?.jsonl: line 3 is not JSON"
+
+
+def test_a_rank_whose_mapped_file_became_shorter_says_so(tmp_path: Path) -> None:
+    (tmp_path / "00000.tokens").write_bytes(bytes(1 << 16))
+    read = "import mmap, os, sys; file = open(sys.argv[1], 'r+b'); read = mmap.mmap(file.fileno(), 0)"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{read}; file.truncate(0); read[0]", tmp_path / "00000.tokens"], check=False
+    )
+    assert failures.describe_exit(1, ended.returncode, []).startswith(
+        "rank 1 was killed by SIGBUS (a mapped file became shorter or cannot be read any more"
+    )
 
 
 def test_a_rank_that_the_kernel_killed_for_its_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import http.server
+import io
 import os
 import socket
 import struct
@@ -29,6 +30,12 @@ from meshwright.data.files import (
     split_uri,
 )
 from meshwright_local.nodeagent.network.ports import free_port
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that fail are not repeated for a minute."""
+    monkeypatch.setattr("meshwright.data.remote_reads.PATIENCE_SECONDS", 0.0)
 
 
 def names(directory: Directory) -> list[str]:
@@ -145,6 +152,18 @@ def test_files_behind_links_of_a_page(tmp_path: Path) -> None:
         list(matching_files(open_directory(site), "*.txt"))
 
 
+def test_links_that_begin_at_the_page_are_not_hidden(tmp_path: Path) -> None:
+    """As Caddy writes them."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("hello")
+    (tmp_path / "index.html").write_text('<a href="./sub/">sub</a>')
+    (tmp_path / "sub" / "index.html").write_text('<a href="./a.txt">a</a> <a href="./.git">git</a>')
+    with served(tmp_path) as site:
+        directory = open_directory(site)
+        assert directory.files() == [FileEntry("sub/a.txt", 5)]
+        assert directory.open("sub/a.txt").read() == b"hello"
+
+
 def test_no_directory_behind_links_is_left_out_because_it_does_not_answer(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.txt").write_text("hello")
@@ -227,6 +246,17 @@ def test_a_directory_inside_an_archive(tmp_path: Path) -> None:
     assert entry.stamp
     with directory.open("a.txt") as file:
         assert file.read() == b"hello"
+
+
+def test_keys_that_differ_in_a_slash_are_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store has no directories: `text//a.txt` is another key than `text/a.txt`."""
+    keys = {"/keys/a.txt": b"one", "/keys//a.txt": b"other"}
+    directory = RemoteDirectory("memory://keys")
+    listed = {key: {"name": key, "size": len(content), "type": "file"} for key, content in keys.items()}
+    monkeypatch.setattr(directory._files, "find", lambda *_, **__: listed)
+    monkeypatch.setattr(directory._files, "open", lambda path, _: io.BytesIO(keys[path]))
+    texts = [directory.open(name).read() for name in names(directory)]
+    assert sorted(texts) == [b"one", b"other"]
 
 
 @pytest.mark.parametrize(

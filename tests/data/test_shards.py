@@ -202,6 +202,18 @@ def test_a_writer_holds_two_shards_in_memory_and_not_three(tmp_path: Path) -> No
     assert verify(open_directory(str(tmp_path)))[1] == []
 
 
+def test_short_documents_take_little_more_memory_than_their_tokens(tmp_path: Path) -> None:
+    """Each was an array of its own, of 150 bytes: a shard of short documents took gigabytes."""
+    writer = ShardWriter(tmp_path, "test", 300, 256, 1 << 30)
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            writer.add([[1, 2, 3, 4, 5]] * 256)
+        assert tracemalloc.get_traced_memory()[0] < 1.5 * 100 * 256 * 6 * 2
+    finally:
+        tracemalloc.stop()
+
+
 def test_the_name_of_a_special_token_in_a_document_is_text(tmp_path: Path, bpe_file: Path) -> None:
     tokenizer = open_tokenizer(Tokenizer.BPE, bpe_file)
     text = "GPT-2 writes <|endoftext|> between documents"

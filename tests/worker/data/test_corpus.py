@@ -24,7 +24,7 @@ from meshwright.data.tokenizers import BYTE_SEPARATOR, ByteTokenizer
 from meshwright_worker.data.mixture import MixtureStream, open_stream
 from meshwright_worker.data.open_corpus import open_corpus
 from meshwright_worker.data.sample_order import SampleStream
-from meshwright_worker.data.token_cache import ENV_CACHE_DIR
+from meshwright_worker.data.token_cache import ENV_CACHE_DIR, open_tokenizer_at
 
 TEXTS = [f"document number {number} " * 3 for number in range(12)]
 
@@ -186,6 +186,15 @@ def test_a_tokenizer_next_to_the_data(volume: Path, bpe_file: Path, where: str) 
     found = corpus.tokens(0, len(corpus)).tolist()
     assert found.count(corpus.separator) == len(TEXTS)
     assert len(found) < len(want("a"))
+
+
+def test_what_is_wrong_with_a_tokenizer_behind_a_uri_is_what_is_wrong_with_it_on_a_volume(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    for where in (str(tmp_path), f"zip://::file://{tmp_path}/a.zip"):
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+            archive.write(tmp_path / "tokenizer.json", "tokenizer.json")
+        with pytest.raises(DataError, match=r"it has no `model`: copy the file from the model's repository again"):
+            open_tokenizer_at(Tokenizer.BPE, where, "tokenizer.json")
 
 
 def test_a_corrupt_record_fails_the_start_or_is_reported(volume: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ from meshwright_worker.data.corpus import Corpus, CorpusError
 from meshwright_worker.data.open_corpus import open_corpus
 from meshwright_worker.data.permutation import Permutation
 from meshwright_worker.data.sample_order import SampleDigest, SampleStream
+from meshwright_worker.data.sft import PromptCompletionStream
 
 CONTENTS = ["def f():\n    pass\n", "x = 1\n" * 40, "", "naïve = 'ü'\n", "# end"]
 
@@ -176,3 +177,27 @@ def test_text_survives_the_tokenizer() -> None:
     (tokens,) = tokenizer.encode([text])
     assert tokenizer.decode(tokens) == text
     assert tokenizer.decode([*b"a", BYTE_SEPARATOR, *b"b", 300]) == "a\nb"
+
+
+@pytest.mark.parametrize("kind", [SampleStream, PromptCompletionStream])
+def test_two_threads_may_read_at_the_border_of_epochs(kind: type, corpus: Corpus, monkeypatch: pytest.MonkeyPatch):
+    """Gradients are repeated next to the thread that reads ahead. A sample was that of another epoch."""
+
+    def stream() -> SampleStream | PromptCompletionStream:
+        if kind is SampleStream:
+            return SampleStream(corpus, 16, seed=3)
+        return PromptCompletionStream([([n], [n + 1]) for n in range(16)], 8, seed=3, separator=BYTE_SEPARATOR)
+
+    size = stream().samples_per_epoch
+    expected = stream().batch(size, size)
+    read = stream()
+
+    def read_there(self: object, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name == "_order":
+            monkeypatch.undo()
+            read.batch(0, 1)  # the other thread: a sample of the epoch before
+            monkeypatch.setattr(kind, "__setattr__", read_there)
+
+    monkeypatch.setattr(kind, "__setattr__", read_there)
+    assert torch.equal(read.batch(size, size), expected)

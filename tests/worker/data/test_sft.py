@@ -96,6 +96,13 @@ def test_records_in_an_archive(tmp_path: Path, data: DataSpec) -> None:
         open_stream(skipping, str(tmp_path / "gz"), 12, 0)
 
 
+@pytest.mark.parametrize("ending", ["gz", "zst", "xz", "bz2"])
+def test_an_empty_file_has_no_records(data: DataSpec, tmp_path: Path, ending: str) -> None:
+    before = open_stream(data, str(tmp_path), 8, seed=0).identity
+    (tmp_path / f"empty.jsonl.{ending}").touch()
+    assert open_stream(data, str(tmp_path), 8, seed=0).identity == before
+
+
 def test_no_record_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"`data.pattern: \*\*/\*` matches only empty files"):
         open_stream(data_of(tmp_path / "v", [""]), str(tmp_path / "v"), 12, 0)

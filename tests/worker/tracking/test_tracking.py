@@ -16,6 +16,7 @@ import pytest
 from meshwright.api.tracking import MlflowSpec, TrackingSpec, WandbSpec
 from meshwright_worker.rank.task import StepReport
 from meshwright_worker.tracking import tracked_events
+from meshwright_worker.tracking.__main__ import Tracker, event_of
 from meshwright_worker.tracking.json_lines import cut_after
 from meshwright_worker.tracking.records import LINES, Start, step_record
 from meshwright_worker.tracking.run_state import RunState
@@ -159,6 +160,21 @@ def test_after_a_restart_no_step_is_there_twice(tmp_path: Path, spec: TrackingSp
     assert read(tmp_path) == pytest.approx({step: 10.0 / step for step in range(1, 13)})
 
 
+@pytest.mark.slow
+def test_steps_without_a_loss_are_not_in_mlflow_twice(tmp_path: Path):
+    """The last step of a run was that of its last loss, and a loss that is not finite is left out."""
+    pytest.importorskip("mlflow")
+    spec = TrackingSpec(mlflow=MlflowSpec(experiment="e"))
+    for generation in (1, 2):
+        tracking = TrackingProcess(start(tmp_path, spec, generation=generation))
+        for step in range(1, 5):
+            tracking.send(report(step, loss=2.0 if step < 3 else math.nan), generation)
+        tracking.close()
+        assert tracking.failures() == 0
+    (written,) = (tmp_path / "mlflow").glob("*/*/metrics/learningRate")
+    assert [int(line.split()[2]) for line in written.read_text().splitlines()] == [1, 2, 3, 4]
+
+
 def test_the_runs_of_two_services_are_both_found_again(tmp_path: Path):
     """Each stored what it had read at its start: W&B's next step removed the run of MLflow, which got another one."""
     wandb, mlflow = RunState(str(tmp_path)), RunState(str(tmp_path))
@@ -292,6 +308,26 @@ def test_a_server_that_is_away_is_named(
     assert [text.partition("only counted: ")[2] for text in warned] == [says]
 
 
+def test_files_do_not_wait_for_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run that ends meanwhile had no step in `steps.jsonl`: W&B waits 90 s for its server."""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "__init__.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    tracking = TrackingProcess(start(tmp_path / "run", TrackingSpec(wandb=WandbSpec(project="p"))))
+    for step in range(1, 9):
+        tracking.send(report(step), 1)
+    process = tracking._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()
+    path, deadline = tmp_path / "run" / LINES, time.monotonic() + patient(60)
+    while time.monotonic() < deadline and not (path.exists() and len(path.read_text().splitlines()) == 9):
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert sorted(json_lines(tmp_path / "run")) == list(range(1, 9))
+
+
 def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -306,6 +342,68 @@ def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog
     warned = [entry.getMessage() for entry in caplog.records if "tracking failed" in entry.message]
     assert len(warned) <= 2, "one may be that the process does not keep up"
     assert "NotADirectoryError" in warned[-1]
+
+
+def test_a_process_that_was_killed_is_started_again_and_the_steps_between_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Such as by the kernel, because memory ran out: nothing was tracked until the ranks started again."""
+    monkeypatch.setattr(tracked_events, "FIRST_PAUSE", 0.0)
+    tracking = TrackingProcess(start(tmp_path, TrackingSpec()))
+    first = tracking._process
+    assert first is not None
+    first.kill()
+    first.wait()
+    step = 0
+    while tracking._process in (None, first):
+        step += 1
+        tracking.send(report(step), 1)
+    tracking.send(report(step + 1), 1)
+    tracking.close()
+    assert tracking.failures() == step - 1
+    found = records(tmp_path)
+    assert [one["step"] for one in found] == [step, step + 1]
+    assert not any("event" in one for one in found), "the ranks have not started again"
+
+
+@pytest.mark.parametrize(("name", "read"), [("jsonLines", json_lines), ("tensorBoard", tensor_board)])
+def test_a_file_that_failed_is_opened_again(tmp_path: Path, name: str, read: Callable[[Path], Steps]):
+    """TensorBoard's writer fails for good once its disk was full."""
+    installed(read)
+    begin, failed = start(tmp_path, TrackingSpec()), list[str]()
+    tracker = Tracker(name, begin, event_of(begin), lambda name, reason: failed.append(reason))
+    for step in range(1, 7):
+        tracker._next = 0.0
+        tracker.step(step_record(report(step), 1))
+        if step == 3:
+            assert tracker._sink is not None
+            tracker._sink.close()
+    tracker.close()
+    assert len(failed) == 1, "the step after the close"
+    assert sorted(read(tmp_path)) == [1, 2, 3, 5, 6]
+    if read is json_lines:
+        assert sum("event" in one for one in records(tmp_path)) == 1
+
+
+def test_steps_that_nobody_takes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tracked_events, "FIRST_PAUSE", 3600.0)
+    tracking = TrackingProcess(start(tmp_path, TrackingSpec()))
+    assert tracking._process is not None
+    tracking._process.kill()
+    tracking._process.wait()
+    for step in range(1, 6):
+        tracking.send(report(step), 1)
+    tracking.close()
+    assert tracking.failures() == 5
+
+
+def test_a_rescale_is_one_without_steps_jsonl_too(tmp_path: Path):
+    spec = TrackingSpec(json_lines=False)
+    track(start(tmp_path, spec), range(1, 3))
+    for replicas, kind in ((2, "Restart"), (1, "Rescale")):
+        event = event_of(start(tmp_path, spec, step=2, generation=2, replicas=replicas))
+        assert event is not None
+        assert event.event == kind
 
 
 class Recorded:

@@ -170,7 +170,10 @@ def test_storage_that_does_not_answer_is_tried_again(
     assert classify(caught.value) is FailureKind.ERROR
 
 
-def test_a_bucket_that_does_not_answer_is_tried_again_and_one_that_does_not_exist_is_not() -> None:
+def test_a_bucket_that_does_not_answer_is_tried_again_and_one_that_does_not_exist_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshwright.data.remote_reads.PATIENCE_SECONDS", 0.0)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed.getsockname()[1]}/texts"

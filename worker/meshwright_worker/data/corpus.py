@@ -126,9 +126,7 @@ class TextCorpus:
         return row
 
     def _read(self, document: FileEntry, offset: int, length: int) -> npt.NDArray[np.uint8]:
-        with self._directory.open(document.name) as file:
-            file.seek(offset)
-            raw = file.read(length)
+        raw = self._directory.read(document.name, offset, length)
         if len(raw) != length:
             raise CorpusError(
                 f"{join_uri(self._directory.where, document.name)} became shorter during the run: the files of `data` "

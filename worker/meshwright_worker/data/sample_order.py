@@ -38,8 +38,8 @@ class SampleStream:
                 f"the text has {len(corpus)} tokens, too few for one sample: "
                 f"`training.sequenceLength` may be at most {len(corpus) - 1}"
             )
-        self._epoch = 0
-        self._order = self._permutation(0)
+        self._order = 0, self._permutation(0)
+        """The last epoch that was read, and its order."""
 
     @property
     def tokens(self) -> int:
@@ -80,9 +80,11 @@ class SampleStream:
 
     def _sequence(self, sample: int) -> int:
         epoch, position = divmod(sample, self.samples_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._permutation(epoch)
-        return self._order(position)
+        # Never read again after it was written: steps that are repeated are read next to the thread that reads ahead.
+        order = self._order
+        if epoch != order[0]:
+            order = self._order = epoch, self._permutation(epoch)
+        return order[1](position)
 
     def _permutation(self, epoch: int) -> Permutation:
         return Permutation(self.samples_per_epoch, f"{self._seed}/{epoch}")

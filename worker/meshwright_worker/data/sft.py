@@ -6,7 +6,6 @@ import hashlib
 import logging
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -52,16 +51,18 @@ class PromptCompletionStream:
             raise CorpusError(
                 "no records: a smaller `data.heldOut` leaves more to train on, a larger one more to evaluate on"
             )
-        # Without padding: rows are longer than most records, and each rank has all of them.
-        rows = [_row(prompt, completion, length + 1, separator) for prompt, completion in pairs]
-        self._ends = list(accumulate(len(row) for row in rows))
-        self._tokens = torch.cat(rows)
+        # Without padding, and not one tensor each: rows are longer than most records, and each rank has all of them.
+        tokens = array("i")
+        self._ends = array("q")
+        for prompt, completion in pairs:
+            tokens.extend(_row(prompt, completion, length + 1, separator))
+            self._ends.append(len(tokens))
+        self._tokens = torch.frombuffer(tokens, dtype=torch.int32)
         self.separator = separator
         self.samples_per_epoch = len(pairs)
         self._length = length
         self._seed = seed
-        self._epoch = 0
-        self._order = self._permutation(0)
+        self._order = 0, self._permutation(0)
 
     @property
     def identity(self) -> str:
@@ -95,9 +96,10 @@ class PromptCompletionStream:
 
     def _record(self, sample: int) -> int:
         epoch, position = divmod(sample, self.samples_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._permutation(epoch)
-        return self._order(position)
+        order = self._order  # see `SampleStream`
+        if epoch != order[0]:
+            order = self._order = epoch, self._permutation(epoch)
+        return order[1](position)
 
     def _permutation(self, epoch: int) -> Permutation:
         return Permutation(self.samples_per_epoch, f"{self._seed}/{epoch}")
@@ -117,7 +119,8 @@ def read_pairs(
     pairs: list[Pair] = []
     truncated = done = 0
     progress = progress or WorkProgress()
-    entries = matching_files(source, progress)
+    # An empty file is no complete archive.
+    entries = [entry for entry in matching_files(source, progress) if entry.size]
     size = sum(entry.size for entry in entries)
     for entry in entries:
         with source.directory.open(entry.name) as file:
@@ -181,7 +184,7 @@ def _instead(record: Any) -> str:
     return f"; it has {', '.join(names)}" if names else ""
 
 
-def _row(prompt: Sequence[int], completion: Sequence[int], size: int, separator: int) -> torch.Tensor:
-    """A record's first `size` tokens, int32: the prompt's as complements."""
+def _row(prompt: Sequence[int], completion: Sequence[int], size: int, separator: int) -> array[int]:
+    """A record's first `size` tokens: the prompt's as complements."""
     target_tokens = [*completion, separator][: size - len(prompt)]
-    return torch.tensor([*(~token for token in prompt), *target_tokens], dtype=torch.int32)
+    return array("i", [*(~token for token in prompt), *target_tokens])

@@ -61,7 +61,7 @@ def open_tokenizer_at(kind: Kind, root: str, file: str) -> Tokenizer:
         with _naming_file(file):
             return open_tokenizer(kind, path)
     with _naming_file(file), tempfile.TemporaryDirectory() as scratch, directory.open(file) as content:
-        copy = Path(scratch) / "tokenizer"
+        copy = Path(scratch) / posixpath.basename(file)  # what is wrong with it depends on its name
         copy.write_bytes(content.read())
         return open_tokenizer(kind, copy)
 

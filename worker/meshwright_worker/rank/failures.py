@@ -161,10 +161,18 @@ def describe_exit(rank: int, code: int, tail: Sequence[str]) -> str:
         how = f"rank {rank} was killed by {_signal_name(-code)}"
         if -code == signal.SIGKILL:
             how += _why_killed()
+        elif -code == signal.SIGBUS:
+            how += _WHY_BUS
     else:
         how = f"rank {rank} exited with code {code}"
     line = error_line(tail)
     return f"{how}: {line}"[:MAX_MESSAGE] if line else how
+
+
+_WHY_BUS = (
+    " (a mapped file became shorter or cannot be read any more, such as a shard of `data` or a volume that went away, "
+    "or /dev/shm is full)"
+)
 
 
 def _why_killed() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,12 @@ def cut_after(path: Path, step: int) -> None:
         file.truncate(end)
 
 
-def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(position after it, record) of each line that is a record. One that is not, such as what the crash of a node has
     left, costs none of those behind it.
     """
-    found: list[tuple[int, dict[str, Any]]] = []
     if not path.exists():
-        return found
+        return
     position = 0
     with path.open("rb") as file:
         for line in file:
@@ -76,5 +76,4 @@ def _records(path: Path) -> list[tuple[int, dict[str, Any]]]:
             except (ValueError, RecursionError):
                 continue
             if line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int):
-                found.append((position, record))
-    return found
+                yield position, record

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-# A tracker that failed is tried again anyway. By default MLflow tries for minutes, in which every other tracker waits.
+# A tracker that failed is tried again anyway. By default MLflow tries for minutes, in which steps wait.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 
@@ -24,7 +24,8 @@ from meshwright_worker.tracking.run_state import RunState
 from meshwright_worker.tracking.sink import Sink
 
 FOLDER = "mlflow"
-RUN, REACHED = "mlflowRun", "loss"
+RUN, REACHED = "mlflowRun", "samples"
+"""`REACHED`: the metric of which every step has a value. A loss that is not finite is left out."""
 
 
 class Mlflow(Sink):

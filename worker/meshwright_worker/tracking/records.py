@@ -31,6 +31,8 @@ class Start(BaseModel):
     """Training continues after this step."""
     ranks: int
     replicas: int
+    again: bool = False
+    """Whether only the tracking process starts again: the ranks did not, so there is no event."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
 
 NAME = "runs.json"
+_WRITING = threading.Lock()
+"""Services have a thread each."""
 
 
 class RunState:
@@ -28,8 +31,9 @@ class RunState:
     def put(self, name: str, value: Any) -> Any:
         """Store a value next to those of other trackers, and return it. A reader never sees half of the file."""
         temporary = self._path.with_suffix(".writing")
-        temporary.write_text(json.dumps(self._read() | {name: value}), encoding="utf-8")
-        os.replace(temporary, self._path)
+        with _WRITING:
+            temporary.write_text(json.dumps(self._read() | {name: value}), encoding="utf-8")
+            os.replace(temporary, self._path)
         return value
 
     def _read(self) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from meshwright_worker.tracking.records import Start, step_record, tracking_dire
 log = logging.getLogger(__name__)
 
 PIPE_BYTES = 1 << 20
+FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0
+"""Time before a process that has ended is started again. It doubles each time."""
 CLOSE_SECONDS = 10.0
 """How long the end of a rank waits for the tracking process. It continues alone after that."""
 
@@ -32,6 +35,12 @@ class TrackingProcess:
         self._failures, self._warned = 0, set[str]()
         self._services = services_of(start.spec)
         self._process: subprocess.Popen[bytes] | None = None
+        self._last_step = start.step
+        self._pause, self._next = FIRST_PAUSE, 0.0
+        self._begin(start)
+        self._again = start.model_copy(update={"again": True})
+
+    def _begin(self, start: Start) -> None:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "meshwright_worker.tracking"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -43,11 +52,21 @@ class TrackingProcess:
             fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         except OSError as error:
             self._failed(f"cannot start: {error}")
+            self._end()
         self._send(start.model_dump_json())
 
     def send(self, report: StepReport, generation: int) -> None:
-        """Pass the numbers of a step. If the process does not keep up, the step is left out and counted."""
+        """Pass the numbers of a step. If the process does not keep up or has ended, the step is left out and counted.
+
+        A process that has ended, because memory ran out or a package crashed, is started again after a pause.
+        """
+        if self._process is None:
+            if time.monotonic() < self._next:
+                self._failures += 1
+                return
+            self._begin(self._again.model_copy(update={"step": self._last_step}))
         self._send(json.dumps(step_record(report, generation)))
+        self._last_step = report.step
 
     def failures(self) -> int:
         """Return the number of failures since the last call. The first one of each tracker is logged."""
@@ -89,7 +108,20 @@ class TrackingProcess:
             self._failed(f"does not keep up{self._asked()}")
         except (OSError, ValueError) as error:
             self._failed(f"has ended: {error}")
-            self._process = None
+            self._end()
+
+    def _end(self) -> None:
+        """The process has ended: take what it has reported, and leave tracking alone for a while."""
+        self._read_failures()
+        process, self._process = self._process, None
+        if process is not None:
+            # It may have closed its pipes, and wait for something else: nothing is left for it to do.
+            process.kill()
+            for pipe in filter(None, (process.stdin, process.stdout)):
+                with suppress(OSError):
+                    pipe.close()
+        self._next = time.monotonic() + self._pause
+        self._pause = min(MAX_PAUSE, 2 * self._pause)
 
     def _failed(self, reason: str, tracker: str = "") -> None:
         self._failures += 1
