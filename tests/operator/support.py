@@ -46,7 +46,9 @@ class Api:
     ) -> KubeObject:
         headers = {**self._headers, "Content-Type": kind}
         async with self._session.request(method, self.url + path, json=body, headers=headers, ssl=False) as response:
-            answer: KubeObject = await response.json()
+            # A path that the API server does not serve yet is answered with plain text.
+            is_json = response.content_type == "application/json"
+            answer: KubeObject = await response.json() if is_json else {"message": await response.text()}
             if ok:
                 assert response.status < 300, (method, path, response.status, answer)
             return answer
