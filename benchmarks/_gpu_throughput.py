@@ -71,7 +71,7 @@ def train_for(task: RankTask, steps: int, plain: bool, profiles: bool = False) -
     model, training = task.run.architecture, task.run.training
     with join_mesh(task) as mesh:
         try:
-            step = _stepper(task.run, mesh, plain=plain)
+            step = stepper(task.run, mesh, plain=plain)
             for number in range(1, WARM_UP + 1):
                 step(number)
             if mesh.device.type == "cuda":
@@ -95,7 +95,7 @@ def train_for(task: RankTask, steps: int, plain: bool, profiles: bool = False) -
         return Steps(seconds, losses, memory, mfu, hfu, name, work.hardware / work.model, found)
 
 
-def _stepper(run: NativeRun, mesh: Mesh, *, plain: bool) -> Callable[[int], float]:
+def stepper(run: NativeRun, mesh: Mesh, *, plain: bool) -> Callable[[int], float]:
     """Take the step of this number and return its loss. Batches are made before: in training, a thread makes them."""
     texts = [random_tokens(run.architecture, run.training, seed) for seed in range(2)]
     if plain:

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from benchmarks._circumstances import circumstances
-from benchmarks._contests import OurLoop, random_tokens, run_of
+from benchmarks._contests import run_of
 from benchmarks._gpu_settings import ENTRIES
-from benchmarks._gpu_throughput import MODELS, WARM_UP, device_gibibytes, fill
+from benchmarks._gpu_throughput import MODELS, WARM_UP, device_gibibytes, stepper
 from benchmarks._ranks import RankError, on_ranks
 from benchmarks._report import write_json
 from benchmarks._step_profile import Profile, profiled, show
@@ -28,12 +28,10 @@ from meshwright_worker.rank.task import RankTask
 def profile_steps(task: RankTask) -> Profile:
     """Profile some steps of a rank, after those that warm up."""
     with join_mesh(task) as mesh:
-        loop = OurLoop(task.run, mesh, draw=False)
-        fill((shard.local for shard in loop.trainer.shards), task.run)
-        batch = loop.batch(random_tokens(task.run.architecture, task.run.training, 0))
+        step = stepper(task.run, mesh, plain=False)
         for number in range(1, WARM_UP + 1):
-            loop.trainer.step(number, batch)
-        return profiled(lambda number: loop.trainer.step(number, batch), WARM_UP + 1, mesh.device)
+            step(number)
+        return profiled(step, WARM_UP + 1, mesh.device)
 
 
 def main() -> None:

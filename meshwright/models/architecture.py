@@ -10,7 +10,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from meshwright.api.base import ApiModel
 from meshwright.api.mixture import MixtureSpec
-from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScaling, RopeScalingSpec
+from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.models.mixture import feed_forward_parameters, is_mixture, mixture_layers
 
 
@@ -99,13 +99,6 @@ class Architecture(ApiModel):
         """The sliding window of layer number `layer` (from 0). 0 if it attends to all keys."""
         every = self.full_attention_every
         return 0 if every and (layer + 1) % every == 0 else self.sliding_window
-
-    @property
-    def is_later_than_0_1(self) -> bool:
-        """Whether the model has a part that version 0.1 does not build. (A window may be longer than all sequences.)"""
-        linear = self.rope_scaling is not None and self.rope_scaling.kind is RopeScaling.LINEAR
-        window = bool(self.sliding_window and self.window_rope_theta)
-        return linear or window or self.output_norms or self.embedding_factor != 1
 
     @property
     def full_attention_layers(self) -> int:

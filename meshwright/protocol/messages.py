@@ -27,8 +27,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from meshwright.api.base import ApiModel
+from meshwright.api.model_parts import RopeScaling
 from meshwright.api.parsing import parse_known_fields
 from meshwright.api.training import RateDecay
+from meshwright.models.architecture import Architecture
 from meshwright.protocol.preflight import PreflightReport
 from meshwright.protocol.run_config import NativeRun, RunConfig, RunMessage, UnsupportedRun
 from meshwright.protocol.trust import MAX_BUNDLE_BYTES
@@ -278,11 +280,17 @@ def run_version_of(run: RunConfig, groups: ReplicaGroups | None) -> int:
         return 4
     if checkpoint is not None and (checkpoint.keeps_best or checkpoint.resume_from is not None):
         return 4
-    if run.uses_sliding_window or run.architecture.is_later_than_0_1:
+    if run.uses_sliding_window or _has_new_parts(run.architecture):
         return 4
     if optimizer.decay_or_default is not RateDecay.COSINE or optimizer.decay_steps:
         return 3
     return lowest
+
+
+def _has_new_parts(model: Architecture) -> bool:
+    """Whether version 0.1 would leave out a part of the model. (Its window may be longer than all sequences.)"""
+    linear = model.rope_scaling is not None and model.rope_scaling.kind is RopeScaling.LINEAR
+    return linear or bool(model.window_rope_theta) or model.output_norms or model.embedding_factor != 1
 
 
 class AgentState(StrEnum):

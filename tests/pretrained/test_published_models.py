@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from meshwright.api.mixture import Balancing
+from meshwright.api.model_parts import RopeScalingSpec
 from meshwright.models.huggingface.config_fields import ConfigError
+from meshwright.models.huggingface.llama import LLAMA as LLAMA_TYPE
+from meshwright.models.huggingface.model_type import ModelType
 from meshwright.models.huggingface.reader import architecture_from_config
 from meshwright.models.huggingface.registry import config_from_architecture
 from meshwright.models.presets import PRESETS
@@ -140,6 +143,28 @@ def test_a_configuration_survives_both_directions(config: dict[str, Any]) -> Non
 def test_a_preset_survives_both_directions(name: str) -> None:
     model = PRESETS[name].model_copy(update={"name": ""})
     assert architecture_from_config(config_from_architecture(model)) == model
+
+
+def test_gemma_with_one_rotary_base_survives_both_directions() -> None:
+    model = PRESETS["gemma-3-1b"].model_copy(update={"name": "", "window_rope_theta": 0.0})
+    assert architecture_from_config(config_from_architecture(model)) == model
+
+
+@pytest.mark.parametrize(
+    ("change", "written_as", "named"),
+    [
+        ({}, LLAMA_TYPE, "`model_type` 'llama' has no `outputNorms`"),
+        ({"output_norms": False}, None, "`model_type` 'qwen3' has no `outputNorms`, `embeddingFactor`"),
+        ({"embedding_factor": 1.0}, None, "Gemma 3 has `queryKeyNorms`"),
+        ({"query_key_norms": False}, None, "Gemma 3 has `queryKeyNorms`"),
+        ({"rope_scaling": RopeScalingSpec(factor=2)}, None, "another `ropeScaling.kind` than `Linear`"),
+    ],
+)
+def test_what_only_gemma_has_is_not_written_as_another_type(
+    change: dict[str, Any], written_as: ModelType | None, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        config_from_architecture(PRESETS["gemma-3-1b"].model_copy(update=change), model_type=written_as)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "tiny-latent"])

@@ -135,11 +135,11 @@ class JobReader:
             try:
                 async for event, item in self.server.watch(JOBS, revision, space, selector=selector):
                     job, deleted = Job(item), event == "DELETED"
+                    # The next watch begins after the last change, so that none is missed.
                     revision, known[job.uid] = job.revision, job
                     if deleted:
                         del known[job.uid]
                     yield job, deleted
-                # The next watch begins after the last change, so that none is missed.
             except RejectedError as error:
                 if error.status != HTTPStatus.GONE:
                     raise

@@ -20,6 +20,19 @@ from meshwright.models.huggingface.model_type import (
 from meshwright.models.huggingface.rope_scaling import read_scaling
 from meshwright.models.huggingface.sliding_window import FULL, SLIDING, window_of_pattern
 
+_TRAITS: dict[str, Any] = {
+    "query_key_norms": True,
+    "output_norms": True,
+    "norm": Norm.RMS_NORM,
+    "activation": Activation.GELU_TANH,
+    "gated": True,
+    "biases": False,
+    "attention_biases": False,
+    "positions": 0,
+    "latent": None,
+    "mixture": None,
+}
+"""Fields of an Architecture that all of these models have."""
 _SHAPE = (
     "`queryKeyNorms`, `activation: GELUTanh` with a gate, the root of `hiddenSize` as `embeddingFactor`, and no "
     "biases, mixture, `latent`, `positions` or `valueSize`"
@@ -40,6 +53,8 @@ def _read(fields: ConfigFields) -> Architecture:
     if local is not None and read_scaling(local, latent=False) is not None:
         raise ConfigError("rescaled rotary frequencies of layers with a sliding window are not supported")
     theta = fields.real("rope_local_base_freq", 10_000.0)
+    theta = theta if local is None else local.real("rope_theta", theta)
+    same = numbers["rope_scaling"] is None and theta == numbers["rope_theta"]
     head_size = fields.number("head_dim")
     return Architecture(
         **numbers
@@ -53,7 +68,7 @@ def _read(fields: ConfigFields) -> Architecture:
         output_norms=True,
         embedding_factor=math.sqrt(numbers["hidden_size"]),
         **windows,
-        window_rope_theta=(theta if local is None else local.real("rope_theta", theta)) if windows else 0,
+        window_rope_theta=theta if windows and not same else 0.0,
     )
 
 
@@ -68,24 +83,15 @@ def _with_scores(scaling: RopeScalingSpec | None, fields: ConfigFields, head_siz
 
 
 def _write(model: Architecture) -> dict[str, Any]:
-    expected = Architecture(
-        **model.model_dump(include={"layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "vocab_size"}),
-        head_size=model.head_size,
-        query_key_norms=True,
-        output_norms=True,
-        activation=Activation.GELU_TANH,
-    )
-    same = ("value_size", "query_key_norms", "output_norms", "activation", "gated", "biases", "attention_biases")
-    alike = all(getattr(model, name) == getattr(expected, name) for name in same)
+    shape = {**_TRAITS, "value_size": model.head_size}
     scaled = math.isclose(model.embedding_factor, math.sqrt(model.hidden_size), rel_tol=1e-6)
-    others = model.mixture or model.latent or model.positions
-    if not alike or not scaled or others or model.norm is not Norm.RMS_NORM:
+    if not scaled or any(getattr(model, name) != value for name, value in shape.items()):
         raise ConfigError(f"no Hugging Face model type has `outputNorms` and this shape; Gemma 3 has {_SHAPE}")
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind is not RopeScaling.LINEAR:
         raise ConfigError("no Hugging Face model type has `outputNorms` and another `ropeScaling.kind` than `Linear`")
     if scaling is not None and model.sliding_window and not model.window_rope_theta:
-        raise ConfigError("no Hugging Face model type has `ropeScaling` of layers with a sliding window here")
+        raise ConfigError("no Hugging Face model type has `outputNorms`, `ropeScaling` and no `windowRopeTheta`")
     plain = model.model_copy(update={"rope_scaling": scaling and scaling.model_copy(update={"score_factor": 1.0})})
     numbers = write_numbers(plain)
     del numbers["hidden_act"]

@@ -73,8 +73,11 @@ def config_from_architecture(
     model_type = model_type or model_type_of(model)
     if model_type.write is None:
         raise ConfigError(f"`model_type` {model_type.name!r} is not written")
-    if not model.output_norms and (model.embedding_factor != 1 or model.window_rope_theta):
-        raise ConfigError("no Hugging Face model type has `embeddingFactor` or `windowRopeTheta` without `outputNorms`")
+    if model_type is not GEMMA3 and (model.output_norms or model.embedding_factor != 1 or model.window_rope_theta):
+        raise ConfigError(
+            f"`model_type` {model_type.name!r} has no `outputNorms`, `embeddingFactor` and `windowRopeTheta`; only "
+            "Gemma 3 has, all of them"
+        )
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind is not RopeScaling.LINEAR:
         scaled_length = round(scaling.factor * scaling.original_length)

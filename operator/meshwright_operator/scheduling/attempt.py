@@ -118,15 +118,13 @@ def _placed(attempt: Attempt, inventory: Inventory) -> Placement:
     request = attempt.request
     while True:
         placement = with_spares(placement_for(request, inventory, attempt.calibration), inventory, attempt.spares)
-        replicas = placement.plan.layout.data
-        if request.spares_beyond is None or replicas <= request.spares_beyond:
-            return placement
-        if len(placement.spares) >= attempt.spares:
+        replicas, most = placement.plan.layout.data, request.spares_beyond
+        if most is None or replicas <= most or len(placement.spares) >= attempt.spares:
             return placement
         smaller = tuple(size for size in request.sizes if size.replicas < replicas)
         if not smaller:
             message = f"{counted(replicas, 'replica')} would use the nodes that `recovery.spareNodes` asks for"
-            raise DoesNotFitError(message, unplaced_workers=0, replicas_that_fit=request.spares_beyond)
+            raise DoesNotFitError(message, unplaced_workers=0, replicas_that_fit=most)
         request = replace(request, plan=smaller[0].plan, sizes=smaller)
 
 
